@@ -176,7 +176,7 @@ class DeviceThread:
         self._inbox.put(_Parcel(None, order))
 
     def _park(self) -> None:
-        """At exit: have the thread leave MLX and stay out of it, or the exit may crash."""
+        """At exit: wait until the thread is out of MLX for good, or the exit may crash."""
         self._inbox.put(None)
         self._parked.wait(_PARK_SECONDS)
 
@@ -205,8 +205,8 @@ class DeviceThread:
         threading.Event().wait()
 
     def _serve(self) -> None:
-        """Do rounds until the end: rank 0's plans on a rank that follows, else those of the own
-        scheduler."""
+        """Do rounds until the end: on a following rank those that rank 0 plans, else those of its
+        own scheduler."""
         if self.follower is not None:
             self.follower.follow(self._runner.run)
             return
@@ -235,15 +235,15 @@ class DeviceThread:
         return True
 
     def _lose(self, reason: str) -> None:
-        """Tell every client that a rank is lost. Called on a thread of the leader's: this one may
-        wait for ever in a collective. A client that opens at this moment may not hear of it; the
-        process ends soon."""
+        """Send every client EngineStopped: a rank is lost. Called on a thread of the leader's: this
+        one may wait for ever in a collective. A client that opens at this moment may not hear of
+        it; the process ends soon."""
         for mailbox in tuple(self._clients):
             mailbox.post([EngineStopped(reason)])
 
     def _answer_dead(self, stopped: EngineStopped) -> None:
-        """Tell every client, and each that sends an order from now on, so that no request waits
-        for ever."""
+        """Send EngineStopped to every client, and to each that sends an order from now on, so that
+        no request waits for ever."""
         for mailbox in self._clients:
             mailbox.post([stopped])
         while (parcel := self._inbox.get()) is not None:
@@ -251,8 +251,8 @@ class DeviceThread:
                 parcel.mailbox.post([stopped])
 
     def _drain(self) -> list[Received] | None:
-        """All orders that are there, at least one if there is no work; None to park, once those
-        are done that came before."""
+        """Take all orders from the inbox; without work, wait for one. None: the process ends, and
+        all orders are done."""
         self.clock.stop()
         idle = self._scheduler.idle
         self._worked |= not idle

@@ -19,8 +19,8 @@ class Started(msgspec.Struct, frozen=True):
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """A slice was read that the job waits for: its own, or one before it. Comes once a slice, for
-    jobs that take several."""
+    """A slice was read that the job waits for: of its own prompt, or of one before it in the queue.
+    Sent once a slice, while the job waits."""
 
     job: int
 
@@ -85,8 +85,8 @@ class Activations(msgspec.Struct, frozen=True):
 
 
 class Finished(msgspec.Struct, frozen=True):
-    """A job is over that was to draw no tokens, since its prompt is scored; or that can draw no
-    more, since there is no memory to read its text anew."""
+    """The end of a job without a last token: it was only to score its prompt, or there is no memory
+    to read its text again."""
 
     job: int
 
@@ -158,7 +158,7 @@ class KVCost(msgspec.Struct, frozen=True):
 
 
 class Loaded(msgspec.Struct, frozen=True):
-    """A model is ready.
+    """The answer to a Load: the model is ready.
 
     Attributes:
         batched: rows share a pass; false where their KV caches cannot, or where they would be off.
@@ -166,7 +166,7 @@ class Loaded(msgspec.Struct, frozen=True):
         bytes: the size of its weights, adapter and draft model included; on several ranks, that of
             the largest share.
         shared: how many of these bytes are also another loaded model's.
-        notes: which of the load's wishes could not be had, and why.
+        notes: options of the load that the model does not support, and why.
         vectors: names of the control vectors that fit.
         kv_costs: of a row; none for an encoder.
         draft_costs: of the text that a draft model follows; none where there is no draft.
@@ -197,7 +197,7 @@ class Attached(msgspec.Struct, frozen=True):
 class Report(msgspec.Struct, frozen=True):
     """The use of the device's memory: bytes in use, free bytes kept for reuse, the most bytes ever
     used. `models`: each of the client's models, its rows, queue and prompt cache in numbers.
-    `budget`: the bytes that its KV caches may take; None: as many as they like."""
+    `budget`: the bytes that its KV caches may take; None: no bound."""
 
     active_bytes: int
     cache_bytes: int
@@ -217,8 +217,8 @@ class Answered(msgspec.Struct, frozen=True):
 
 
 class MemoryShort(msgspec.Struct, frozen=True):
-    """So many bytes more than the Budget has are wanted. It is to be answered with a Budget: a
-    larger one, if models that nobody uses could be unloaded, or the same."""
+    """The budget lacks so many bytes. The client must answer with a Budget: a larger one if it can
+    unload idle models, else the same."""
 
     bytes: int
 

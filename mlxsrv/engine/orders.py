@@ -21,8 +21,8 @@ class Close(msgspec.Struct, frozen=True, tag=True):
 
 
 class Budget(msgspec.Struct, frozen=True, tag=True):
-    """Have the KV caches of all models of the client take no more than so many bytes: those of
-    rows, of prompts that are being read, and of kept prompts. A later one replaces it.
+    """Bound the bytes of the KV caches of all the client's models: those of rows, of prompts that
+    are being read, and of cached prompts. A later one replaces it.
 
     Without one they are not bounded. Sent before the load that takes of it, and in answer to
     MemoryShort, also if it is the same as before.
@@ -43,7 +43,7 @@ class Load(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     for the first `quantized_kv_start` tokens of a text; `max_kv_size` bounds it to this many
     tokens. `wire_memory` and `mlx_cache_limit` hold for all models: they keep MLX's buffers wired,
     and bound those that are free; None: to a share of the memory. `prompt_cache_dir` is the
-    directory in which kept prompts outlive the process.
+    directory in which cached prompts outlive the process.
     """
 
     model: str
@@ -190,7 +190,7 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
 
 
 class Written(msgspec.Struct, frozen=True, tag=True):
-    """The kept prompt `entry` is stored, or cannot be. So many `files`, of so many bytes, were
+    """The cached prompt `entry` is stored, or cannot be. So many `files`, of so many bytes, were
     written for it; other files were there. `full`: the disk takes no more for now. The model has
     `held_files` now, of `held_bytes`."""
 
@@ -204,7 +204,7 @@ class Written(msgspec.Struct, frozen=True, tag=True):
 
 
 class Fetched(msgspec.Struct, frozen=True, tag=True):
-    """The KV cache that is to be the kept prompt `entry` was read from disk: that of the first
+    """The KV cache that is to be the cached prompt `entry` was read from disk: that of the first
     `tokens` of the text, or of none."""
 
     model: int

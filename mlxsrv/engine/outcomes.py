@@ -121,8 +121,8 @@ class HandedOver(msgspec.Struct, frozen=True, tag=True):
 
 
 class Restored(msgspec.Struct, frozen=True, tag=True):
-    """A slice of what was read from disk is in the device's memory; if it was the last, it is
-    `over`, and `prompt` is kept unless it cannot be used."""
+    """A slice of a KV cache from disk is in the device's memory. `over`: it was the last; then
+    `prompt` is the cached prompt, or None if it cannot be used."""
 
     over: bool = False
     prompt: KeptPrompt | None = None
@@ -144,14 +144,14 @@ class TextsRead(msgspec.Struct, frozen=True, tag=True):
 
 
 class StoreFacts(msgspec.Struct, frozen=True):
-    """Kept prompts are written to disk; so many files are there already."""
+    """Cached prompts are written to disk; so many files are there already."""
 
     files: int = 0
     bytes: int = 0
 
 
 class TextFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts of a model that generates text, as far as the scheduler needs them.
+    """The facts of a model that generates text that the scheduler needs.
 
     Attributes:
         batched: rows can be decoded together.
@@ -163,8 +163,8 @@ class TextFacts(msgspec.Struct, frozen=True, kw_only=True):
         lookup: tokens may be proposed to all rows, each looked up in the row's own text.
         padding: bytes of padding for which groups of rows are not kept apart.
         vocabulary: entries of the logits.
-        prompt_cache_bytes: the most bytes of kept prompts.
-        store: kept prompts are written to disk; None: they are not.
+        prompt_cache_bytes: the most bytes of cached prompts.
+        store: cached prompts are written to disk; None: they are not.
         kv_costs: of a row.
     """
 
@@ -182,8 +182,8 @@ class TextFacts(msgspec.Struct, frozen=True, kw_only=True):
     kv_costs: tuple[KVCost, ...] = ()
 
     def cuts_at(self, tokens: int) -> bool:
-        """Whether the KV cache of a row with so many tokens can be cut back: not where layers are
-        recurrent, nor where a sliding window is full."""
+        """Whether the KV cache of a row with so many tokens can be cut back to fewer: not where
+        layers are recurrent, nor where a sliding window is full."""
         for cost in self.kv_costs:
             if cost.fixed or (cost.window and tokens >= cost.window):
                 return False
@@ -198,7 +198,7 @@ class TextFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EmbedFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts of a model that embeds texts, as far as the scheduler needs them.
+    """The facts of a model that embeds texts that the scheduler needs.
 
     Attributes:
         slices: a text may be read in several slices.

@@ -3,7 +3,7 @@ order.
 
 A work item is a frozen Struct of numbers and names: it can be recorded, replayed, and sent to
 another process. It names a row by the id of its job, a model by the number that its load was given,
-and a kept prompt by the number of its entry.
+and a cached prompt by the number of its entry.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Rewind(_Item, frozen=True):
 
 
 class Forget(_Item, frozen=True):
-    """Drop these kept prompts. `draft`: and what the draft model has read. `spare`: memory is
+    """Drop these cached prompts. `draft`: and what the draft model has read. `spare`: memory is
     short, so free buffers go back to the system. Done: None."""
 
     title = "freeing memory"
@@ -177,11 +177,11 @@ class ReadDraft(_Item, frozen=True):
     tokens: int
 
 
-# Kept prompts on disk.
+# Cached prompts on disk.
 
 
 class StorePrompts(_Item, frozen=True):
-    """Hand these kept prompts to the storage thread, which writes them. Done: HandedOver."""
+    """Hand these cached prompts to the storage thread, which writes them. Done: HandedOver."""
 
     title = "storing prompts"
 
@@ -189,7 +189,7 @@ class StorePrompts(_Item, frozen=True):
 
 
 class FetchPrompt(_Item, frozen=True):
-    """Have the storage thread read what is stored of a row's prompt, to be the kept prompt
+    """Have the storage thread read what is stored of a row's prompt, to be the cached prompt
     `entry`. Done: None. The order Fetched says what was read, after so many `seconds` at the
     latest."""
 
@@ -298,7 +298,7 @@ class WatchFeatures(_Item, frozen=True):
 
 
 class Reset(_Item, frozen=True):
-    """Forget all rows, texts and kept prompts of the model, which stays. Done: None."""
+    """Forget all rows, texts and cached prompts of the model, which stays. Done: None."""
 
     title = "starting a model's rows anew"
 

@@ -113,7 +113,8 @@ class BatchSinkCache(LayerCache):
         return mx.concatenate([sinks, window], axis=-1)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Add keys and values `(rows, heads, tokens, head size)`. Returns all that are kept."""
+        """Add keys and values `(rows, heads, tokens, head size)`. Returns all keys and values to
+        attend to."""
         if self._keys is None:
             self._keys, self._values = _zeros(keys), _zeros(values)
         if self._shortest < KEPT:
@@ -127,7 +128,8 @@ class BatchSinkCache(LayerCache):
         )
 
     def _catch(self, sinks: mx.array, new: mx.array) -> mx.array:
-        """The sinks, with those of the rows' first tokens that are among the new ones."""
+        """The sinks `(rows, heads, KEPT, head size)`, filled in where the new tokens are among a
+        row's first."""
         # Padding that is taken for a token is overwritten when the token of that position comes.
         places = mx.arange(KEPT) - self.offset[:, None]
         among = (places >= 0) & (places < new.shape[2])

@@ -31,8 +31,8 @@ class SharedCache(NamedTuple):
 
 
 def describe_kind(caches: KVCacheFactory) -> str:
-    """Describe what the KV caches of a model are made of: those of one kind can be told apart from
-    all others, and made of each other's arrays."""
+    """Describe the kinds of layers and the settings of a model's KV caches. Two models with the
+    same description can use each other's arrays, if their weights are the same."""
     return f"{_describe(caches.make().layers)} {caches.settings}"
 
 
@@ -102,8 +102,8 @@ def _list_arrays(layer: Any, tokens: int) -> list[mx.array]:
 
 
 def _list_later(first: FirstTokens, later: LaterTokens, tokens: int) -> list[mx.array]:
-    """Quantized arrays. Before there is a token for them they have no columns, and are of their
-    kinds all the same: a longer text may go on from there."""
+    """The six arrays of the quantized tokens. Before there are any they have no columns, but the
+    right shapes and types, since a longer text may continue from this one."""
     if later.offset:
         return [*later.keys, *later.values]
     if first.empty():

@@ -1,7 +1,7 @@
-"""Makes KV caches of rows, as the model has them, bounded or quantized.
+"""The factory of a model's KV caches: as the model makes them, or bounded, or quantized.
 
-Every KV cache of a model comes from its one factory, so rows and kept prompts have the same kind.
-A wish that the model cannot fulfil is noted, and left out.
+Every KV cache of a model comes from its one factory, so rows and cached prompts have the same kind.
+An option that the model does not support is left out, with a note.
 
 Used on the device thread only.
 """
@@ -41,7 +41,7 @@ class KVCacheFactory:
         bits: bits of a quantized element; not quantized, unless given.
         start: tokens of a text that are not quantized.
         whole: of a layer with several KV caches, all are quantized; else the first one only.
-        notes: wishes that could not be fulfilled, and why.
+        notes: options that are left out, and why.
 
     Attributes:
         batched: rows can be decoded together.
@@ -121,7 +121,7 @@ class KVCacheFactory:
 def choose_kv_caches(
     model: Any, max_kv_size: int | None, kv_bits: int | None, start: int = 0
 ) -> Generator[None, None, KVCacheFactory]:
-    """The factory of what was asked for, as far as the model can have it.
+    """Make the factory for these options, as far as the model supports them.
 
     Yields between passes of the model, which find out whether it can.
 

@@ -1,8 +1,9 @@
-"""Quantized keys and values, behind a start.
+"""Quantized keys and values, but for the first tokens of a text.
 
 The first tokens of a text keep their keys and values as they are; those of each later one are
-quantized when they come, each by itself. So a text is the same whatever slices it is read in, and
-whoever goes on from it. mlx-lm quantizes all of a text once it is longer than its start.
+quantized when they come, each by itself. So the KV cache of a text does not depend on the slices in
+which it was read, nor on the cached prompt that it begins with. mlx-lm quantizes all of a text once
+it is longer than its start.
 
 Used on the device thread only.
 """
@@ -191,9 +192,9 @@ class QuantizedCache(BothSides, LayerCache):
 
 
 class PartlyQuantized:
-    """Keys, or values, of the rows of a pass: those of the first tokens as they are, then quantized
-    ones. It is no array: a model that does anything else with it than hand it on to attention
-    raises an error.
+    """Keys, or values, of the rows of a pass: the first tokens' as they are, then quantized ones.
+
+    It is no array: a model that does anything but pass it to attention raises an error.
 
     Attributes:
         first: `(rows, heads, tokens, head size)`; None: there are none.
@@ -227,7 +228,8 @@ class PartlyQuantized:
         return mx.concatenate([first, later], axis=-1)
 
     def mix(self, weights: mx.array) -> mx.array:
-        """Values, each as often as its weight says."""
+        """Return the sum of the values, weighted: `(rows, heads, queries of a head, tokens,
+        size)`."""
         if self.first is None:
             return self._multiply(weights, transpose=False)
         own = self.first.shape[2]

@@ -1,8 +1,9 @@
-"""Slots of rows whose KV caches are quantized behind a start: two kinds of arrays for each layer.
+"""Slots of rows whose KV caches are quantized but for the first tokens: arrays of two kinds a
+layer.
 
-One has the columns of the first tokens, the other those of the later ones. Rows of a pass may have
-their next tokens on either side. Where both sides are written, each has one more column, which
-nobody reads: there goes what belongs to the other side.
+One has the columns of the first tokens, the other those of the later ones. The next token of
+some rows of a pass may belong to one kind, that of others to the other. Then both are written, and
+each has a spare column, which is never read: tokens that belong to the other kind go there.
 
 Used on the device thread only.
 """
@@ -21,7 +22,7 @@ from mlxsrv.engine.cache.slots import Slots
 
 
 class _Side(Slots):
-    """The keys and values of some of each row's tokens: from one on, and up to another."""
+    """The keys and values of each row's tokens from `begin` on, up to `end` if that is given."""
 
     def __init__(self, rows: Rows, empty: Any, begin: int, end: int | None) -> None:
         super().__init__(rows, empty)
@@ -29,7 +30,8 @@ class _Side(Slots):
         self._end = end
 
     def append(self, keys: mx.array, values: mx.array) -> None:
-        """Add those of the rows' next tokens `(rows, heads, tokens, head size)` that are here."""
+        """Write those of the rows' next tokens `(rows, heads, tokens, head size)` that belong
+        here."""
         if self._held(self._rows.longest + keys.shape[2]) > self._held(self._rows.shortest):
             self.keys, self.values = self._add(self.keys, keys), self._add(self.values, values)
 

@@ -31,7 +31,7 @@ _KNOWN = (*FULL, ArraysCache, ChunkedKVCache, RotatingKVCache, SinkCache)
 
 
 def list_layers(layers: Iterable[Any]) -> Iterator[Any]:
-    """The layers of a KV cache, with the members of those that have several in their places."""
+    """The layers of a KV cache, in order. A layer made of several is replaced by its members."""
     for layer in layers:
         if isinstance(layer, (CacheList, QuantizedCache)):
             yield from list_layers(layer.caches)
@@ -40,8 +40,8 @@ def list_layers(layers: Iterable[Any]) -> Iterator[Any]:
 
 
 def is_known(layer: Any) -> bool:
-    """Whether it is known what a layer holds. One of a model's own kind, as deepseek_v41 has it, is
-    copied whole, and neither cut nor stored."""
+    """Whether the layer is of a kind whose arrays are known. Other kinds, such as deepseek_v41's
+    own, are copied whole, and neither cut nor stored."""
     return type(layer) in _KNOWN
 
 
@@ -51,7 +51,7 @@ def count_bytes(layers: Iterable[Any]) -> int:
 
 
 class RowCache:
-    """The KV cache of one row: that of its text as far as it was read, or a kept one.
+    """The KV cache of one row, or of a cached prompt.
 
     Args:
         layers: mlx-lm's object of each layer.
@@ -59,7 +59,7 @@ class RowCache:
         views: their arrays may be views of larger ones.
 
     Attributes:
-        tokens: how many tokens of a text it holds. Who feeds it to a model counts them here.
+        tokens: how many tokens of a text it holds. The caller that runs a model with it sets this.
     """
 
     __slots__ = ("_views", "layers", "tokens")
@@ -121,7 +121,8 @@ class RowCache:
 
 
 def _shrink(layer: Any) -> None:
-    """Have a layer refer to what it holds only, so that no more is copied when it changes."""
+    """Let a layer refer only to the columns that it holds, so that no more is copied when it
+    changes."""
     if type(layer) in FULL:
         layer.keys, layer.values = layer.keys_and_values() if layer.offset else (None, None)
 

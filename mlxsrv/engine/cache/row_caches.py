@@ -1,4 +1,5 @@
-"""The KV caches of the rows of a sub-batch, behind one interface: nobody else calls their layers.
+"""The KV caches of the rows of a sub-batch, behind one interface: only this file calls their
+layers.
 
 Used on the device thread only.
 """
@@ -57,7 +58,7 @@ class _States(BatchLayer):
 
 
 def _stack(states: Sequence[mx.array | None]) -> mx.array | None:
-    """The states of all rows; zeros for those that have none yet."""
+    """Stack a state of all rows `(rows, ...)`; zeros for rows that have none yet."""
     like = next((state for state in states if state is not None), None)
     if like is None:
         return None
@@ -200,10 +201,10 @@ class RowCaches:
         """Set the rows, in this order.
 
         Args:
-            sources: each is the number of a row that there is, or one that joins. That one is
-                empty afterwards.
-            slots: rows that there is room for.
-            columns: tokens of each that there is room for.
+            sources: for each row, the number that it has had, or the KV cache of a row that joins,
+                which is empty afterwards.
+            slots: rows that the arrays have room for.
+            columns: tokens of each row that the arrays have room for.
         """
         known = self.lengths
         lengths = [known[each] if isinstance(each, int) else each.tokens for each in sources]

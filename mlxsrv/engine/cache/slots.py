@@ -60,10 +60,10 @@ class Slots(LayerCache, BatchLayer):
         return self._rows.offset(self._fed)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
-        """Add keys and values `(rows, heads, tokens, head size)`. Returns all that there are.
+        """Add keys and values `(rows, heads, tokens, head size)`. Returns all keys and all values.
 
         Raises:
-            RuntimeError: there is no room for them.
+            RuntimeError: the arrays have too few columns.
         """
         self._require_room(keys.shape[2])
         self._rows.fed, self._written = keys.shape[2], self._rows.changes
@@ -97,7 +97,7 @@ class Slots(LayerCache, BatchLayer):
     def nbytes(self) -> int:
         return sum(array.nbytes for array in self._arrays)
 
-    # Rows come and go.
+    # Rows join and are freed.
 
     @property
     def view(self) -> Any:
@@ -200,7 +200,7 @@ class Slots(LayerCache, BatchLayer):
         return tokens
 
     def _make_room(self, room: Room) -> Room:
-        """The room that this layer's arrays have."""
+        """The room of this layer's arrays, if rows have this `room`."""
         return Room(room.slots, self._held(room.columns))
 
     def _require_room(self, tokens: int) -> None:

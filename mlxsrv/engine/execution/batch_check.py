@@ -126,7 +126,8 @@ def check_batching(
 def _check_decoding(
     model: Any, caches: KVCacheFactory, rows: Sequence[_Alone]
 ) -> Generator[None, None, tuple[float, float]]:
-    """The most that rows may be off beside others, and what they are."""
+    """Decode the rows together. Returns the error that rounding explains, and the error measured;
+    both are shares of the values."""
     copies: list[_Arrays] = []
     for number, row in enumerate(rows):
         copies += _attempt(partial(_decode, model, caches, [row] * len(rows)))[number:][:1]
@@ -173,7 +174,7 @@ def _run_alone(model: Any, caches: KVCacheFactory, text: _Text) -> Generator[Non
 
 
 def _read(model: Any, cache: RowCache, tokens: tuple[int, ...]) -> RowCache:
-    """Read these tokens. What comes back has room for no more."""
+    """Prefill these tokens. The KV cache returned has no room for more."""
     model(mx.array([tokens]), cache=cache.layers)
     read = RowCache(cache.layers, cache.tokens + len(tokens), views=True)
     read.materialize()

@@ -365,7 +365,7 @@ class Decoder:
         self._launched = Launched(proofs, scores)
         report_constraints(rows, step.masks, results)
 
-    # Rows come and go.
+    # Rows join and are freed.
 
     def take_rows(self, other: Decoder) -> None:
         """Take over the rows of another decoder, for the next `arrange`. The caller then abandons
@@ -379,7 +379,7 @@ class Decoder:
         """Set the groups: of the rows of this decoder, and of those that are ready to join, by id.
 
         Raises:
-            RuntimeError: that cannot be done, or leaves rows out.
+            RuntimeError: a row of a group is not there, or a row is in no group.
         """
         self.wait()  # so that slots are written in place, and nobody reads them meanwhile
         there = {row.id for row in self.rows}
@@ -406,8 +406,8 @@ class Decoder:
     def _form(
         self, group: RowGroup, left: list[SubBatch], joining: dict[int, ReadyRow]
     ) -> SubBatch:
-        """The sub-batch of a group: the first that is `left` of those with its rows, which the
-        others join. They are taken out of what is left.
+        """Form the sub-batch of a group: the first of those in `left` that have rows of it takes
+        the rows of the others. They are removed from `left`.
 
         Raises:
             RuntimeError: one of them has rows of another group.
@@ -429,7 +429,7 @@ class Decoder:
         return formed
 
     def _feed(self, sub_batches: Sequence[SubBatch], inputs: mx.array) -> None:
-        """Have these sub-batches, and inputs of more rows behind those that there are."""
+        """Set the sub-batches, and append the inputs `(rows,)` of rows that come last in them."""
         self.sub_batches = [*sub_batches]
         self._inputs = inputs if self._inputs is None else mx.concatenate([self._inputs, inputs])
         self._row_ids = [row.id for each in self.sub_batches for row in each.rows]

@@ -41,14 +41,14 @@ def find_facts(
     Args:
         model: a model of mlx-lm's.
         caches: makes the KV caches of its rows.
-        prompt_cache_bytes: the most bytes of kept prompts.
+        prompt_cache_bytes: the most bytes of cached prompts.
         shares: groups of rows share passes of the model.
         drafts: there is a draft model, and it can be used.
         draft_costs: of a text that it reads.
         lookup: tokens may be proposed to all rows.
         padding: bytes of padding for which groups are not kept apart; see `most_padding`, unless
             given.
-        store: kept prompts are written to disk; None: they are not.
+        store: cached prompts are written to disk; None: they are not.
     """
     # Not evaluated: only its shape is looked at. Two tokens, for one would be a decode step.
     logits = model(mx.array([[0, 0]]), cache=caches.make().layers)

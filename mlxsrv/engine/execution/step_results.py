@@ -24,7 +24,7 @@ def launch(*arrays: Any) -> None:
 
 
 class Launched(NamedTuple):
-    """Results of the steps under way beside their tokens, and read together with these."""
+    """Results of launched steps, besides their tokens; all are read when the tokens are read."""
 
     proofs: tuple[Proof, ...] = ()
     drawn: tuple[StepLogprobs, ...] = ()
@@ -153,7 +153,8 @@ def report_constraints(rows: Sequence[LiveRow], masks: Masks, results: StepResul
 
 
 def _find_failure(row: LiveRow) -> tuple[str, str | None] | None:
-    """Why the row's constraint cannot go on, for the log and for a client."""
+    """Return why the row's constraint cannot go on: for the log, and for a client. None if it
+    can."""
     assert row.constraint is not None
     try:
         failure = row.constraint.failure

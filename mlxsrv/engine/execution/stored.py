@@ -26,7 +26,7 @@ _WAIT_SECONDS = 0.005  # of it in one slice, so that streams of other models go 
 
 
 class StoredPrompts:
-    """Writes kept prompts to disk, and makes KV caches of what is there.
+    """Writes cached prompts to disk, and makes KV caches of what is there.
 
     Rows that are steered have no part in it: their SAEs and control vectors are known by names that
     mean nothing to another process.
@@ -45,7 +45,7 @@ class StoredPrompts:
         self._model = model
         self._store = store
         self._caches = caches
-        self._texts: dict[int, Text] = {}  # of kept prompts that may be written
+        self._texts: dict[int, Text] = {}  # of cached prompts that may be written
         self._builders: dict[int, CacheBuilder] = {}
 
     @property
@@ -90,8 +90,8 @@ class StoredPrompts:
         return self._store.count_stored(np.array(job.prompt[:-1], dtype=np.uint32))
 
     def fetch(self, entry: int, text: Text, seconds: float) -> None:
-        """Have the KV cache of `text` read from disk, to be the kept prompt `entry`, within so many
-        seconds."""
+        """Have the KV cache of `text` read from disk, to be the cached prompt `entry`, within so
+        many seconds."""
         self._storage.fetch(self._store, (self._model, entry), text, seconds)
 
     def restore(self, entry: int, limit: int) -> tuple[bool, RowCache | None]:

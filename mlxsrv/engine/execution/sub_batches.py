@@ -59,7 +59,8 @@ class SubBatch:
         }
 
     def snapshot(self, keeps: Mapping[int, Keep]) -> list[KeptCache]:
-        """The KV caches of those rows, by id, that are to be kept and can be."""
+        """Copy the KV caches of these rows, by id, that are to be cached and can be cut as
+        asked."""
         kept = [
             keep_cache(self.caches.view_row(number), keeps[row.id])
             for number, row in enumerate(self.rows)
@@ -113,7 +114,7 @@ class Pass:
 
 
 class KeptCache(NamedTuple):
-    """The KV cache of one row, to be kept as `entry`."""
+    """A KV cache that becomes the cached prompt `entry`."""
 
     entry: int
     cache: RowCache
@@ -123,7 +124,7 @@ class KeptCache(NamedTuple):
 
 
 def keep_cache(cache: RowCache, keep: Keep) -> KeptCache | None:
-    """Keep the KV cache of one row. The caller must not use it any more.
+    """Cut the KV cache of a row to the tokens to be cached. The caller must not use it any more.
 
     Returns:
         None if it holds other tokens than those to be kept, and cannot be cut back to them.

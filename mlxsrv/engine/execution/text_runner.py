@@ -69,7 +69,7 @@ class TextRunner:
         model: a model of mlx-lm's.
         caches: makes the KV caches of rows.
         steerer: what rows are steered with.
-        prompt_cache_bytes: the most bytes of kept prompts. The scheduler sees to it.
+        prompt_cache_bytes: the most bytes of cached prompts. The scheduler sees to it.
         draft: a small model that proposes tokens to a row that is alone. Unused where a KV cache
             cannot be cut back.
         lookup: tokens may be looked up for rows. They are not where KV caches cannot be cut back.
@@ -133,7 +133,7 @@ class TextRunner:
         self._main.replan()
         self._solo.replan()
 
-    # Rows come and go.
+    # Rows are admitted and freed.
 
     def admit(
         self,
@@ -169,7 +169,8 @@ class TextRunner:
                 yield StoredBeginning(job.id, tokens)
 
     def release(self, rows: Sequence[FreedRow]) -> Kept:
-        """Free these rows, wherever they are, and keep the KV caches that are to be kept.
+        """Free these rows, at whatever stage they are. KV caches with a `keep` become cached
+        prompts.
 
         Raises:
             Exception: the KV caches of a sub-batch or of a decoder that one of the rows was in
@@ -248,7 +249,7 @@ class TextRunner:
                 kept += [] if found is None else [found]
         return kept
 
-    # Kept prompts.
+    # Cached prompts.
 
     def _keep(self, caches: Iterable[KeptCache]) -> tuple[KeptPrompt, ...]:
         prompts: list[KeptPrompt] = []
@@ -258,8 +259,8 @@ class TextRunner:
         return tuple(prompts)
 
     def forget(self, entries: Iterable[int], *, draft: bool = False, spare: bool = False) -> None:
-        """Drop these kept prompts. `draft`: and what the draft model has read. `spare`: free
-        buffers go back to the system."""
+        """Drop these cached prompts; with `draft` also the draft model's KV cache; with `spare`
+        give MLX's free buffers back to the system."""
         for entry in entries:
             self._kept.pop(entry, None)
             if self._stored is not None:
@@ -269,10 +270,10 @@ class TextRunner:
         if spare:
             mx.clear_cache()
 
-    # Kept prompts on disk.
+    # Cached prompts on disk.
 
     def store(self, entries: Iterable[int]) -> HandedOver:
-        """Have these kept prompts written, those that are there and can be."""
+        """Hand those of these cached prompts to the storage thread that exist and can be stored."""
         handed: list[int] = []
         for entry in entries if self._stored is not None else ():
             kept = self._kept.get(entry)
@@ -362,7 +363,7 @@ class TextRunner:
         return cache
 
     def _copy_row(self, row_id: int, tokens: int) -> RowCache:
-        """A copy of the first tokens of what a row holds.
+        """Copy the KV cache of a row, cut to its first `tokens`.
 
         Raises:
             RuntimeError: the row has lost its KV cache since the round was planned.

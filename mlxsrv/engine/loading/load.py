@@ -55,7 +55,7 @@ class ResidentModel:
     steerer: Steerer | None = None
 
     def reset(self) -> None:
-        """Forget all rows, texts and kept prompts."""
+        """Forget all rows, texts and cached prompts."""
         self.embedder.reset()
         if self.text is not None:
             self.text.reset()

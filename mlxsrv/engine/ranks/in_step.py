@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Meet(Enum):
-    """Yielded by a load where all ranks must have come before any goes on."""
+    """Yielded by a load at a point that all ranks must reach before any goes on."""
 
     HERE = "here"
 

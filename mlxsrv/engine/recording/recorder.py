@@ -44,7 +44,7 @@ _log = logging.getLogger("mlxsrv.engine")
 
 
 class Recording(msgspec.Struct, frozen=True, kw_only=True):
-    """A wish to record.
+    """The options of a record.
 
     Attributes:
         path: the file. One that is there is kept as PATH.old.

@@ -1,5 +1,5 @@
 """Replay: gives recorded orders and outcomes to a scheduler, and compares its plans with those that
-were recorded. They are the same, or the scheduler decides otherwise than it did.
+were recorded. A difference shows that the scheduler decides differently now.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from mlxsrv.engine.live_row import LiveRow
 
 
 class Banning:
-    """The bans of a batch. A new one is made when rows join or leave, if a row has bans.
+    """The bans of a batch. A new one is made when rows change, if a row has bans.
 
     Args:
         rows: the rows of the step.

@@ -1,6 +1,6 @@
 """Logits processors of a batch, and the log-probabilities of its tokens.
 
-A new one is made when rows join or leave, and only if a row asks for it: a batch without such rows
+A new one is made when rows change, and only if a row asks for it: a batch without such rows
 pays nothing. Like the sampler they handle all rows in the same few operations.
 
 Used on the device thread only.

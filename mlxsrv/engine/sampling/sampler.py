@@ -71,7 +71,7 @@ class _Method(Enum):
 
 
 class Sampler:
-    """Draws the next token of each row. A new one is made when rows join or leave.
+    """Draws the next token of each row. A new one is made when rows change.
 
     On a small model each array operation costs as much as a layer, so there are few.
 

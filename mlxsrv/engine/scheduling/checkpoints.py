@@ -1,8 +1,8 @@
 """Checkpoints: after which tokens of a prompt a copy of its KV cache is kept.
 
-Recurrent layers, and sliding windows that are full, cannot be cut back. What is kept of them is of
-use only to prompts that begin with all of it. So copies are kept where later prompts will leave
-this one:
+Recurrent layers, and sliding windows that are full, cannot be cut back. A cached prompt of such a
+model is of use only to prompts that begin with all of it. So copies are cached at the places where
+later prompts will differ from this one:
 
 - where its job says so: behind the system message, and where the next turn of the chat goes on;
 - every so many tokens of a long prompt, for prompts that nobody could foresee;
@@ -28,7 +28,7 @@ WORTH = 256
 """Tokens that a checkpoint must save before a prompt is read alone for its sake, where it could be
 read in one pass with others."""
 
-_SHARE = 4  # the checkpoints of one prompt may take one part of so many of the kept prompts' bytes
+_SHARE = 4  # the checkpoints of one prompt may take 1 / so many of the prompt cache's bytes
 
 
 def choose_checkpoints(

@@ -1,9 +1,9 @@
 """Proposals of a draft model: to a row that is alone, where that is faster.
 
-The draft has a KV cache of one row's text, which it follows. It keeps that when the row has ended,
-since the next turn of a chat begins with it. The KV cache may go at any time, and be read again.
-Masks, bans, penalties and log-probabilities are computed for one token at a time, so rows that need
-these get no proposals. A dormant constraint has no mask.
+The draft has a KV cache of one row's text. It is kept when the row has ended, since the next turn
+of a chat begins with it. It may be dropped at any time, and read again. Masks, bans, penalties and
+log-probabilities are computed for one token at a time, so rows that need these get no proposals. A
+dormant constraint has no mask.
 """
 
 from __future__ import annotations

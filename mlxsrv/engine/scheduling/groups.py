@@ -32,7 +32,7 @@ _FEW, _MORE = 8, 4  # slots double up to so many; then they grow by so many
 
 
 class Fit(Enum):
-    """The amount of room that arrays have when they change."""
+    """How much larger than needed arrays are when they change."""
 
     AMPLE = "ample"
     """They grow by more than is needed now, so that they seldom grow."""
@@ -46,7 +46,7 @@ _SPARING, _EXACT = Fit.SPARING, Fit.EXACT  # see `row` on members of enums
 
 
 class Growth(msgspec.Struct, frozen=True):
-    """An amount by which rows grow, and their arrays with them, before the bytes are counted.
+    """A growth of rows, and of their arrays with them, for which bytes are counted.
 
     Attributes:
         tokens: of each row; no more than its job allows, unless `beyond_limits` is given.
@@ -285,12 +285,13 @@ class Groups:
 
 
 class GroupArrays(msgspec.Struct, frozen=True):
-    """The arrays of groups as they would be if some rows joined.
+    """The arrays of the groups, now or after some rows have joined.
 
     Attributes:
         owner: has the groups that there are.
         groups: those that there would be.
-        absorbed: bytes of arrays whose rows go over to others. They count until the step after.
+        absorbed: bytes of arrays whose rows are copied into other arrays by the next step, and
+            which are freed then.
         changed: rows have, since the last plan.
     """
 

@@ -7,7 +7,7 @@ What is to be done is decided at the beginning of each round, before a plan take
   group, and a growth step of each row that is decoded, so that nobody has to go at once. Rows are
   given memory in the order in which they came. A row that does not fit waits, and none that came
   later is read before it. So it waits for those before it, and for nobody else.
-- **Before arrays grow** it is counted what they will take. If it is too much: kept prompts give
+- **Before arrays grow** it is counted what they will take. If it is too much: cached prompts give
   way first; then arrays are made as small as they can be; then the youngest rows are preempted.
   Such a row loses its KV cache, waits in its old place, and goes on later with the same tokens: it
   is read again when it fits as a new one does, with a growth step for all. So between two
@@ -15,7 +15,7 @@ What is to be done is decided at the beginning of each round, before a plan take
   No row is preempted for a younger one, and the oldest row of the client is never.
 - **A large text to embed** has its place among the rows that wait; see `embed_memory`. Rows that
   need its memory, even the oldest, wait for its end.
-- **A draft model** follows the only row where there is room for what it reads. Kept prompts give
+- **A draft model** follows the only row where there is room for what it reads. Cached prompts give
   way to that, and it gives way to rows.
 - **The oldest row** goes on until the budget is full of it alone. Then it ends, as at its limit.
   A text that does not fit even alone is refused.
@@ -64,12 +64,12 @@ Waiting = Holder | EmbedMemory
 
 
 class _Forecasts(msgspec.Struct, frozen=True):
-    """The bytes that all models take, if certain texts are read.
+    """The bytes that all models of a client will take, if certain texts are read.
 
     Attributes:
         rows: of each model's rows.
         texts: bytes of large texts.
-        begun: models whose large text, which waits, is among these.
+        begun: models whose waiting large text is among these texts.
     """
 
     rows: dict[RowMemory, Forecast]
@@ -82,7 +82,7 @@ class _Forecasts(msgspec.Struct, frozen=True):
         return self.texts + sum([each.bytes_after(growth, settled=settled) for each in rows])
 
     def grant(self, *waiting: Waiting) -> _Forecasts:
-        """Foresee what is taken if these are given memory as well."""
+        """Return the forecast if these are admitted as well."""
         found, texts, begun = {**self.rows}, self.texts, self.begun
         granted: dict[RowMemory, list[Row]] = {}
         for each in waiting:
@@ -152,12 +152,12 @@ class MemoryBudget:
 
     @property
     def short(self) -> bool:
-        """Whether arrays have less room than they would have."""
+        """Whether memory is short, so that arrays grow by less than they would."""
         return any(model.groups.fit is not Fit.AMPLE for model in self._models)
 
     @property
     def exceeded(self) -> bool:
-        """Whether arrays are larger than they may be, until they shrink in the next steps."""
+        """Whether arrays take more than the budget now, until they shrink in the next steps."""
         if self.bytes is None or self.free >= 0:
             return False
         texts = sum(each.held for each in self._texts)
@@ -165,7 +165,7 @@ class MemoryBudget:
 
     @property
     def admits_more(self) -> bool:
-        """Whether the next plan lets a text be read that waits for memory."""
+        """Whether the next plan admits a text that waits for memory."""
         if self.bytes is None:
             return True
         waiting = self._find_candidates()
@@ -174,8 +174,8 @@ class MemoryBudget:
         return self._foresee().grant(min(waiting, key=_number)).bytes_after(_GROWN) <= self.bytes
 
     def _find_room(self, model: RowMemory, bytes: int) -> bool:
-        """Whether there is room for a KV cache of so many bytes that is kept. Others of its model
-        give way, if they go before it comes."""
+        """Reserve bytes for a KV cache that is to be cached. Other cached prompts of its model are
+        evicted for it, where the plan still drops them before. Returns whether there was room."""
         if self.bytes is None:
             return True
         if bytes > self.free and not model.index.late:
@@ -183,13 +183,13 @@ class MemoryBudget:
         return self.reserve(bytes)
 
     def reserve(self, bytes: int) -> bool:
-        """Take bytes for the rest of this round. Nothing gives way to them.
+        """Reserve bytes for the rest of this round. Nothing is evicted for them.
 
         Args:
             bytes: that are wanted.
 
         Returns:
-            Whether they were free, and are taken.
+            Whether they were free, and are reserved.
         """
         if bytes > self.free:
             return False
@@ -199,8 +199,9 @@ class MemoryBudget:
     # A round.
 
     def begin_round(self, *, quiet: bool = False) -> None:
-        """Decide what goes, how much room arrays have, and which texts may be read, in the next
-        plan. `quiet`: in the last plan rows only drew tokens, and no orders came since."""
+        """Decide, for the next plan, what is evicted or preempted, how much room arrays have, and
+        which texts may be read. `quiet`: in the last plan rows only drew tokens, and no orders came
+        since."""
         if self.bytes is None:
             self.free = _UNBOUNDED
             for texts in self._find_waiting_texts():
@@ -223,16 +224,17 @@ class MemoryBudget:
 
     @property
     def _spare(self) -> int:
-        """Bytes of what can give way."""
+        """Bytes that can be evicted: of cached prompts, and of drafts' KV caches."""
         return sum([model.spare_bytes for model in self._models])
 
     def _foresee(self) -> _Forecasts:
-        """Foresee what each model takes, if no more texts are read."""
+        """Forecast what each model takes if no more texts are admitted."""
         texts = sum([each.held for each in self._texts])
         return _Forecasts({model: model.forecast() for model in self._models}, texts)
 
     def _suffices(self, found: _Forecasts, most: int) -> bool:
-        """Whether there is room for all who wait, and for what all rows may need soon."""
+        """Whether there is room for all waiting texts, and for what all rows need in the next
+        steps. If so, all are admitted, and nothing else is to be decided."""
         waiting = self._find_candidates()
         left, growth = most - self._spare, _AMPLE_WITH_MORE if waiting else _AMPLE
         taken = found.bytes_after(growth)
@@ -256,8 +258,8 @@ class MemoryBudget:
     # Eviction and preemption.
 
     def _keep_within(self, found: _Forecasts, most: int) -> _Forecasts:
-        """Have kept prompts and rows go until there is room for the next steps. Returns what is
-        taken then."""
+        """Evict cached prompts, then preempt rows, until there is room for the next steps. Returns
+        the forecast after that."""
         self._give_way(found.bytes_after(_STEP) + self._spare - most)
         needed = found.bytes_after(_SOON, settled=True)
         self._question.ask(needed, most)
@@ -276,8 +278,8 @@ class MemoryBudget:
         return found
 
     def _give_way(self, bytes: int) -> None:
-        """Have kept prompts and drafts give way to so many bytes, first those of models without
-        rows, and no more than are needed."""
+        """Evict cached prompts and drafts' KV caches until so many bytes are free, first those of
+        models without rows, and no more than are needed."""
         models = sorted(self._models, key=lambda model: bool(model.rows)) if bytes > 0 else ()
         for model in models:
             if bytes > 0:
@@ -286,7 +288,7 @@ class MemoryBudget:
     # Admission: whose text is read.
 
     def _find_candidates(self) -> list[Waiting]:
-        """The rows and large texts that may be given memory, those of each model in their order."""
+        """The rows and large texts that wait for memory, those of each model in their order."""
         found: list[Waiting] = [(model, row) for model in self._models for row in model.candidates]
         return [*found, *self._find_waiting_texts()]
 
@@ -294,8 +296,8 @@ class MemoryBudget:
         return [texts for texts in self._texts if texts.waits]
 
     def _grant(self, now: _Forecasts, most: int) -> _Forecasts:
-        """Let texts be read for which there is memory, up to the first for which there is none.
-        Returns what is taken then."""
+        """Admit waiting texts in their order, up to the first that does not fit. Returns the
+        forecast after that."""
         found, taken = now, 0
         for waiting in sorted(self._find_candidates(), key=_number):
             wider = found.grant(waiting)
@@ -314,8 +316,8 @@ class MemoryBudget:
         return found
 
     def _refuse(self, waiting: Waiting, most: int) -> bool:
-        """End a row or a job whose text does not fit alone, if the client knows. Returns whether it
-        ends."""
+        """End a row or a job whose text does not fit even alone, once the client has answered
+        MemoryShort for it. Returns whether it ends."""
         if isinstance(waiting, EmbedMemory):
             if refused := self._exceeds(waiting.number, waiting.needed, most):
                 waiting.refuse(most)
@@ -327,7 +329,8 @@ class MemoryBudget:
         return refused
 
     def _exceeds(self, number: int, needed: int, most: int) -> bool:
-        """Whether so many bytes are not there, even alone, and the client knows."""
+        """Whether so many bytes are more than the budget, and the client has answered
+        MemoryShort."""
         return needed > most and self._question.ask_for(number, needed, most)
 
     # How the arrays grow.
@@ -344,8 +347,8 @@ class MemoryBudget:
         self.free = left - (taken if taken <= left else found.bytes_after(Growth(_NEXT, fit)))
 
     def _fit_drafts(self) -> None:
-        """Find room for what drafts read in this round. Kept prompts give way to it; it gives way
-        to rows."""
+        """Find room for what drafts read in this round. Cached prompts are evicted for it; rows go
+        first."""
         for model in self._models:
             if (drafts := model.book.drafts) is not None:
                 drafts.fits = self._find_room(model, model.draft_growth)

@@ -1,12 +1,12 @@
-"""The prompt index: which texts were read before, so that they are not read again.
+"""The prompt index: which texts are in the prompt cache, so that they are not read again.
 
 An entry stands for a KV cache that the runner keeps, under the tokens that it has seen. A lookup
 finds the entry that shares the longest prefix with a prompt. The caches of attention layers can be
 cut back to any length, so any shared prefix is of use. Those of recurrent layers and full sliding
 windows cannot: such an entry is of use only if the prompt begins with all of it. So entries are
 made where later prompts are likely to go on: see `checkpoints`. As a chat grows, new ones supersede
-those that are of little use beside them: see `superseding`. Which one goes where there is no room
-for all: see `prompt_worth`.
+those that are of little use beside them: see `superseding`. Which one is evicted where there is no
+room for all: see `prompt_worth`.
 
 Steering changes what a KV cache holds, so an entry is of use only to prompts that are steered
 alike.
@@ -42,7 +42,7 @@ _OPENING = 4
 
 
 class _Entry:
-    """A kept prompt, or one that is promised: the runner has yet to say that it keeps it.
+    """A cached prompt; or a promised one, which a planned work item is to cache.
 
     Args:
         asked: tokens that a client gave. Those behind them are an answer.
@@ -75,7 +75,7 @@ class _Entry:
         self.uses: tuple[int, ...] = ()
 
     def covers(self, other: _Entry) -> bool:
-        """Whether this entry can be cut back to what `other` holds, which is then superfluous."""
+        """Whether this entry can be cut back to what `other` holds. Then `other` is superfluous."""
         return (self.cuts or other.tokens.size == self.tokens.size) and self.begins_with(other)
 
     def begins_with(self, other: _Entry) -> bool:
@@ -110,7 +110,7 @@ class _Entry:
 
 
 class PromptIndex:
-    """Kept prompts by their tokens.
+    """Cached prompts by their tokens.
 
     Args:
         most_bytes: beyond these the entries of least worth are dropped; 0 keeps none.
@@ -118,10 +118,10 @@ class PromptIndex:
         worth: chooses the entry that goes; PromptWorth, unless given.
 
     Attributes:
-        bytes: of all kept prompts.
-        late: entries that are dropped now go with the next plan, and no longer with this one.
-        room: asked before a KV cache of so many tokens is kept: whether there is room for it.
-        changes: grows when entries come or go: a lookup is good until then.
+        bytes: of all cached prompts.
+        late: the runner drops entries that are dropped now with the next plan, not with this one.
+        room: returns whether there is memory to cache a KV cache of so many tokens.
+        changes: a counter of changes of the entries: the result of `find` is valid until it grows.
     """
 
     def __init__(
@@ -145,10 +145,11 @@ class PromptIndex:
         return len(self._entries)
 
     def find(self, tokens: Tokens, steering: Steering | None = None) -> tuple[int | None, int]:
-        """The entry that saves most of reading `tokens`, and how many of them it saves.
+        """Find the entry with the longest prefix of `tokens`. Returns its number and the length of
+        the prefix; None and 0 if there is none.
 
-        One that is promised counts: its row leaves before the same plan reads a prompt. So who asks
-        again at once, after a hang-up, goes on from there.
+        Promised entries count: in each plan rows are freed, and cached, before prompts are read. So
+        a client that hangs up and asks again at once finds its prompt cached.
         """
         if tokens.size < LEAST or not (self._entries or self._promised):
             return None, 0
@@ -167,11 +168,11 @@ class PromptIndex:
         return best, most
 
     def begins(self, beginning: Beginning) -> bool:
-        """Whether there is a kept prompt that begins so."""
+        """Whether there is a cached prompt with this beginning."""
         return beginning in self._alike
 
     def holds(self, tokens: Tokens, steering: Steering | None = None) -> bool:
-        """Whether all of a text is kept, or promised, so that it need not be kept again."""
+        """Whether all of a text is cached, or promised, so that it need not be cached again."""
         return self.find(tokens, steering)[1] == tokens.size
 
     def use(self, number: int, tokens: int) -> None:
@@ -193,18 +194,18 @@ class PromptIndex:
         return self._drop(entry)
 
     def wants(self, tokens: int) -> bool:
-        """Whether a KV cache of so many tokens is kept, if it is not too large. Asked once for
-        each that is then promised."""
+        """Whether a KV cache of so many tokens is worth caching, and there is memory for it. It
+        reserves the memory, so it is asked once for each entry that is then promised."""
         wanted = tokens >= LEAST and self._most_bytes > 0
         return wanted and (self.room is None or self.room(tokens))
 
     def bytes_of(self, number: int) -> int:
-        """Bytes of a kept prompt; 0 if the runner has yet to keep it."""
+        """Bytes of a cached prompt; 0 if the runner has yet to keep it."""
         return self._entries[number].bytes if number in self._entries else 0
 
     @property
     def promised(self) -> list[int]:
-        """The tokens of each entry that the runner has yet to keep."""
+        """The number of tokens of each promised entry."""
         kept = [entry.tokens.size for entry in self._promised.values()]
         return [*kept, *self._reserved.values()]
 
@@ -217,7 +218,7 @@ class PromptIndex:
         lasting: bool = False,
         uses: tuple[int, ...] = (),
     ) -> int:
-        """The number of a new entry, which the runner is to keep.
+        """Promise an entry that the runner is to cache. Returns its number.
 
         Args:
             tokens: that it will hold.
@@ -237,7 +238,7 @@ class PromptIndex:
         return self._number
 
     def confirm(self, promised: Sequence[int], kept: Sequence[KeptPrompt]) -> None:
-        """Take in the entries that the runner has kept, of those that were promised."""
+        """Turn promised entries into cached ones, if the runner has kept them; drop the others."""
         for number in promised:
             entry = self._promised.pop(number)
             self.changes += 1
@@ -284,9 +285,8 @@ class PromptIndex:
             self._drop(self._entries[number])
 
     def give_way(self, bytes: int) -> int:
-        """Drop entries, the least worth first, until so many bytes are free or none is left.
-
-        What is promised stays: its bytes are not known yet.
+        """Evict entries, the least worth first, until so many bytes are free or none is left.
+        Promised ones stay, since their bytes are not known yet.
 
         Returns:
             The bytes that are free now, more than asked for where the last entry was large. The
@@ -380,7 +380,7 @@ def _size(entry: _Entry) -> int:
 
 
 def find_beginning(tokens: Tokens, steering: Steering | None) -> Beginning:
-    """The beginning that all texts have which are of use to one another."""
+    """The beginning of a text: texts with different ones have no common prefix worth caching."""
     return tokens[:LEAST].tobytes(), steering
 
 

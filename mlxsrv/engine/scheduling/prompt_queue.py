@@ -97,8 +97,8 @@ class PromptQueue:
         self.begun = [reading for reading in self.begun if reading not in readings]
 
     def shrink(self) -> list[Row]:
-        """Have half-read prompts read anew, one at a time, since memory is short. Returns their
-        rows."""
+        """Put half-read prompts back into the queue, to be read again one at a time, since memory
+        is short. Returns their rows."""
         begun, self.begun = self.begun, []
         rows = [row for reading in begun for row in reading.rows]
         for reading in begun:
@@ -108,8 +108,8 @@ class PromptQueue:
         return rows
 
     def stop_reading(self, row: Row) -> Tokens | None:
-        """Forget a row whose prompt is being read. Returns what is read of the prompt, if that is
-        of use and nobody else reads it on."""
+        """Forget a row whose prompt is being read. Returns the tokens that are read, if no other
+        row shares the reading; else None."""
         reading = next((reading for reading in self.begun if row in reading.rows), None)
         if reading is None:
             return None
@@ -122,7 +122,7 @@ class PromptQueue:
     # The next slice.
 
     def choose(self, free: int, limit: int) -> list[Reading]:
-        """Take the prompts of the next slice; none if there is nothing to read.
+        """Choose the prompts of the next slice, and take them out of the queue.
 
         Args:
             free: rows that are free for prompts that are not begun.
@@ -147,7 +147,7 @@ class PromptQueue:
         return [reading]
 
     def open(self, row: Row) -> Reading:
-        """A reading of the text of a row that is recovering."""
+        """Make a reading of the text of a row that is recovering from a fault."""
         entry, tokens = self._index.find(row.text[:-1], row.job.steering)
         return Reading([row], Source(entry=entry, tokens=tokens))
 
@@ -225,7 +225,7 @@ class PromptQueue:
         return Source() if self.reads_anew(row) else self._sources.find(row, self.begun)
 
     def source_bytes(self, row: Row) -> int:
-        """Bytes of the kept prompt that a waiting row goes on from; 0 if there is none."""
+        """Bytes of the cached prompt that a waiting row goes on from; 0 if there is none."""
         if not (row.drawn or self._index.begins(row.beginning)):
             return 0
         entry = self.find_source(row).entry

@@ -1,6 +1,6 @@
-"""The worth of kept prompts: which of them goes where there is no room for all.
+"""The worth of cached prompts: which of them is evicted where there is no room for all.
 
-A kept prompt is worth the tokens that it will save reading, by the bytes that it takes. How many
+A cached prompt is worth the tokens that it will save reading, by the bytes that it takes. How many
 these are is guessed from how many they were: each of its last uses counts with the tokens that it
 saved, and half a use of all its tokens is taken for granted. So:
 
@@ -11,8 +11,9 @@ saved, and half a use of all its tokens is taken for granted. So:
   other one, if it is still there, is worth as much as is read on from it after that: nothing within
   a chat that only grows.
 
-What was worth much once has to go in the end. So worth is counted from a floor, which rises to the
-worth of each prompt that goes; a prompt stands on the floor of the moment when it was kept or used.
+A prompt that is not used any more has to be evicted in the end. So worth is added to a floor, which
+rises to the worth of each prompt that is evicted. A prompt has the floor of the moment when it was
+cached or last used.
 This is GreedyDual-Size-Frequency (Cherkasova, 1998), with what prompts alone have: beginnings.
 `benchmarks/kept_prompts.py` compares it with others.
 """
@@ -29,13 +30,13 @@ _WORTH = attrgetter("worth")
 
 
 class _Record:
-    """The facts of one kept prompt.
+    """One cached prompt.
 
     Args:
         number: the prompt's.
         tokens: that it holds.
         bytes: that it takes.
-        floor: that it stands on.
+        floor: that its worth is added to.
 
     Attributes:
         uses: the tokens that each of its last uses saved.
@@ -60,7 +61,7 @@ class _Record:
         self.weigh()
 
     def weigh(self) -> None:
-        """Find the worth anew: something has changed that it follows from."""
+        """Compute the worth anew."""
         self.worth = self.floor + (self.expected * self.tokens + sum(self.uses)) / self.bytes
 
 
@@ -117,8 +118,8 @@ class PromptWorth(Eviction):
         return uses
 
     def choose(self) -> int:
-        """The number of the prompt that goes: the one of least worth, of several the one that was
-        kept or used longest ago."""
+        """Evict the prompt of least worth; of several, the one used longest ago. Returns its
+        number."""
         record = min(self._records.values(), key=_WORTH)
         self._floor = max(self._floor, record.worth)
         return record.number

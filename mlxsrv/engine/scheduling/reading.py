@@ -1,4 +1,4 @@
-"""A text that is being read: from where, for which rows, and how far it has got."""
+"""A text that is being read: its source, its rows, and how many of its tokens are done."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Reading:
         rows: these rows. Those after the first are not scored.
         source: the KV cache that the reading begins with.
         moved: the source is a cached prompt that is moved, and so leaves the prompt cache.
-        source_bytes: of the KV cache that it begins with, if that was a kept prompt's.
+        source_bytes: of the KV cache that it begins with, if that was a cached prompt's.
 
     Attributes:
         cached: tokens of the text that the source holds.
@@ -52,8 +52,8 @@ class Reading:
 
     @property
     def tokens_read(self) -> Tokens | None:
-        """The tokens that the runner has read; a state after exactly these is of use even if it
-        cannot be cut back."""
+        """The tokens that the runner has read; None: it has not begun. A KV cache of exactly these
+        can be cached even if it cannot be cut back."""
         return self.text[: self.done] if self.opened else None
 
     @property

@@ -3,8 +3,8 @@
 An exception does not tell which row caused it, for a step is one pass for all rows. So:
 
 - Prompts of a slice that failed are read again, each alone. One that fails alone ends, unless it
-  began with what a kept prompt or another row holds. That may be to blame, or may have been lost,
-  so the text is read anew, and the kept prompt is dropped.
+  began with what a cached prompt or another row holds. That may be to blame, or may have been lost,
+  so the text is read anew, and the cached prompt is dropped.
 - Rows of a step that failed lose their KV caches, since these may already contain part of the
   failed step. Their texts are read anew, one row at a time. Each row is then decoded alone, in the
   solo decoder, beside the others, until it is past the token at which the step failed. A row that
@@ -135,7 +135,7 @@ class Recovery:
 
     def read_again(self, readings: Sequence[Reading], incident: Incident) -> tuple[bool, list[Row]]:
         """Have the prompts of a slice that failed read again, each alone; or end the only one,
-        unless a kept prompt may be to blame.
+        unless a cached prompt may be to blame.
 
         Returns:
             Whether the rows end, and the rows of the prompts that are not recovering.

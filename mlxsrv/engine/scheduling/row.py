@@ -84,7 +84,7 @@ _RECOVERING, _ENDED, _BROKEN = RowState.RECOVERING, RowState.ENDED, RowState.BRO
 
 
 class Source(msgspec.Struct, frozen=True):
-    """The beginning that a text goes on from: so many tokens of a kept prompt, its `entry`, or of
+    """The beginning that a text goes on from: so many tokens of a cached prompt, its `entry`, or of
     what another `row` holds; or nothing."""
 
     entry: int | None = None

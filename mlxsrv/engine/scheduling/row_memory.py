@@ -71,7 +71,7 @@ class Forecast(msgspec.Struct, frozen=True):
 
 
 class RowMemory:
-    """The memory of one model's rows and kept prompts.
+    """The memory of one model's rows and cached prompts.
 
     Args:
         facts: of the model.
@@ -115,7 +115,7 @@ class RowMemory:
         return found
 
     def grant(self, rows: Sequence[Row] | None) -> None:
-        """Let the texts of these candidates be read, and of no others; None: of all."""
+        """Allow the texts of these candidates to be read, and no others; None: all."""
         if rows is None:
             self.queue.granted, self._recovery.granted = None, True
             return
@@ -170,7 +170,7 @@ class RowMemory:
         return drafts.growth(rows[0]) if drafts is not None and len(rows) == 1 else 0
 
     def forecast(self) -> Forecast:
-        """Foresee the bytes that rows take, and prompts that the runner has yet to keep."""
+        """Forecast the bytes of rows, and of prompts that the runner is about to cache."""
         groups, solo = self.groups, self._recovery.solo
         arrays = joined = groups.arrays
         solo_bytes = solo_joining = 0
@@ -191,7 +191,7 @@ class RowMemory:
         return found
 
     def foresee_granted(self, found: Forecast, rows: Sequence[Row]) -> Forecast:
-        """Foresee what is taken if the texts of these rows, which wait, are read as well."""
+        """Return the forecast if the texts of these waiting rows are read as well."""
         granted, own = [*found.granted], list[int]()
         for row in rows:
             if not any(same_prompt(row, each) for each in granted):
@@ -206,8 +206,14 @@ class RowMemory:
         own: Sequence[int],
         granted: tuple[Row, ...] = (),
     ) -> Forecast:
-        """Foresee what is taken if these rows' texts are read, whose KV caches take so many bytes
-        of their `own`. There are fewer of these where rows share a text."""
+        """Return the forecast if these rows' texts are read as well.
+
+        Args:
+            found: the forecast without them.
+            rows: of the texts.
+            own: bytes of each text's KV cache; rows may share a text.
+            granted: see `Forecast`.
+        """
         joining = [row for row in rows if row.job.max_tokens > 0 and self._facts.batched]
         lost = [row for row in rows if row.recovering] if self.groups.count else []
         return Forecast(
@@ -222,7 +228,8 @@ class RowMemory:
         )
 
     def count_alone(self, row: Row, growth: Growth) -> int:
-        """Bytes that a row takes that is read, and then decoded alone, until it has grown."""
+        """Bytes that a row takes if no other is there: to be read, and then decoded until it has
+        grown."""
         own = self.measure(row.length)
         if row.job.max_tokens == 0 or not self._facts.batched:
             return own

@@ -1,9 +1,9 @@
-"""Kept prompts on disk: which are written when, and which are fetched for whom.
+"""Cached prompts on disk: which are written when, and which are fetched for whom.
 
 All that is kept is written, one prompt at a time: at once while no row is there, and beside rows
 after a while. What the disk does not take is written once it takes something again. A prompt whose
 beginning is on disk, and not in memory, waits at its place until that is fetched; others go on.
-What is fetched is a kept prompt like others. It is given up where reading the prompt would have
+What is fetched is a cached prompt like others. It is given up where reading the prompt would have
 been faster.
 
 The scheduler does not know the disk: the outcome of `Admit` says what is there of each row's
@@ -73,7 +73,7 @@ class Fetch:
     Attributes:
         rows: all that wait for it.
         state: changed by `enter` only.
-        entry: the kept prompt that it becomes, once it has begun.
+        entry: the cached prompt that it becomes, once it has begun.
         read: tokens that were read, once it is being restored.
     """
 

@@ -1,4 +1,4 @@
-"""Superseding: which kept prompts of a chat go, since a longer one is kept."""
+"""Superseding: which cached prompts of a chat are dropped when a longer one is cached."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _MOST_ENDS = 2
 
 
 class Link(NamedTuple):
-    """A kept prompt of a chat, as far as it matters to the next one.
+    """A cached prompt of a chat.
 
     Attributes:
         tokens: how many it has.
@@ -22,7 +22,7 @@ class Link(NamedTuple):
 
 
 def find_superseded(chain: Sequence[Link]) -> set[int]:
-    """The kept prompts of a chat that are of little use, since a longer one is kept.
+    """Find the cached prompts of a chat that are of little use beside a longer one.
 
     The last two ends of prompts and answers stay, for one who edits the last message or asks
     again. So do six checkpoints: the shortest, which other chats share, the two longest, and

@@ -32,7 +32,7 @@ _log = logging.getLogger("mlxsrv.engine")
 _FLUSH_SECONDS = 5.0  # that writes may take at the end of a model, or of the process
 
 PromptKey = tuple[int, int]
-"""A model's number, and that of the entry of a kept prompt."""
+"""A model's number, and that of the entry of a cached prompt."""
 
 
 class _Read:
@@ -106,7 +106,7 @@ class Storage:
 
         Args:
             store: the model's.
-            key: of the kept prompt.
+            key: of the cached prompt.
             text: tokens that it has seen.
             cache: views of `arrays`; the storage thread's from now on.
             arrays: kept until it is over, so that nobody changes them.
