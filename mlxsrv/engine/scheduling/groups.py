@@ -32,7 +32,7 @@ _FEW, _MORE = 8, 4  # slots double up to so many; then they grow by so many
 
 
 class Fit(Enum):
-    """How much larger than needed arrays are when they change."""
+    """The spare room that arrays get when they change."""
 
     AMPLE = "ample"
     """They grow by more than is needed now, so that they seldom grow."""
