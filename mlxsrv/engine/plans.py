@@ -289,7 +289,8 @@ class DetachSAE(_Item, frozen=True):
 
 
 class WatchFeatures(_Item, frozen=True):
-    """Look at the activations of these features, and of the `top` highest. Done: Watched."""
+    """Report the activations of these features, and of the `top` highest, from now on. Done:
+    Watched."""
 
     title = "watching features"
 

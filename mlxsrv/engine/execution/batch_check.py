@@ -50,7 +50,8 @@ _Arrays: TypeAlias = list[mx.array]
 
 
 class _Text(NamedTuple):
-    """A text: its head is read first, its part then, and its last token is decoded."""
+    """A text in three parts: `head` is prefilled alone, `part` alone and in a batch, `last` is
+    decoded."""
 
     head: tuple[int, ...]
     part: tuple[int, ...]

@@ -288,7 +288,8 @@ class TextRunner:
             self._stored.fetch(work.entry, text, work.seconds)
 
     def restore(self, work: RestorePrompt) -> Restored:
-        """Bring what was read from disk into the device's memory, and keep it."""
+        """Copy a slice of what was read from disk into the device's memory. The last slice makes it
+        a cached prompt."""
         if self._stored is None:
             return Restored(over=True)
         over, cache = self._stored.restore(work.entry, work.limit)
@@ -455,7 +456,8 @@ class TextRunner:
 
 
 def _make_draft(model: Any, caches: KVCacheFactory, draft: Any | None) -> Draft | None:
-    """None if there is no draft, or if it cannot be used. Raises ValueError as `check_draft`."""
+    """Make the Draft; None if there is no draft model, or it cannot be used. Raises ValueError if
+    its vocabulary is another."""
     if draft is None or find_obstacle(caches, draft) is not None:
         return None
     check_draft(model, draft)

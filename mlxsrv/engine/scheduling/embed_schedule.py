@@ -105,7 +105,8 @@ class EmbedSchedule:
         self._drop(job_ids)
 
     def fail(self) -> list[int]:
-        """Forget all jobs, since the model goes. Returns their ids; nothing is planned for them."""
+        """Forget all jobs, since the model is unloaded. Returns their ids; nothing is planned for
+        them."""
         jobs = list(self._queue.jobs)
         self._queue.remove(jobs)
         self.budget.unregister_texts(self._memory)

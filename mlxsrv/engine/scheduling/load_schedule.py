@@ -1,7 +1,7 @@
-"""Loads and attachments that are under way in the process: which of them a round brings on.
+"""Loads and attachments that are under way in the process.
 
-A round brings each of them on by one slice. How much a slice of a load reads is learnt from the
-slices before, so that streams of other models never wait long. Two loads of the same folder do not
+A round does one slice of each of them. How much a slice of a load reads is learnt from the slices
+before, so that streams of other models never wait long. Two loads of the same folder do not
 run beside each other: the second waits until the first has read the weights, then shares them.
 """
 

@@ -347,8 +347,8 @@ class MemoryBudget:
         self.free = left - (taken if taken <= left else found.bytes_after(Growth(_NEXT, fit)))
 
     def _fit_drafts(self) -> None:
-        """Find room for what drafts read in this round. Cached prompts are evicted for it; rows go
-        first."""
+        """Find room for what drafts read in this round. Cached prompts are evicted for it, but no
+        row is preempted."""
         for model in self._models:
             if (drafts := model.book.drafts) is not None:
                 drafts.fits = self._find_room(model, model.draft_growth)

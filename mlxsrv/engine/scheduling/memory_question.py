@@ -35,7 +35,7 @@ _NEXT = {
 
 
 class MemoryQuestion:
-    """The bytes that one client was asked for, and for whom.
+    """The question to one client: whether it was asked, for how many bytes, and for which texts.
 
     Rows and jobs of texts have numbers in one order of arrival.
 

@@ -76,7 +76,7 @@ class ModelSchedule:
 
     @property
     def text_schedule(self) -> TextSchedule:
-        """Raises ValueError for an encoder."""
+        """The schedule of its rows. Raises ValueError for an encoder."""
         if self._text is None:
             raise ValueError(_NO_TEXT)
         return self._text
@@ -125,12 +125,12 @@ class ModelSchedule:
         self._embed.cancel(job_ids)
 
     def fail(self, reason: str) -> list[Failed]:
-        """End all jobs, since the model goes."""
+        """End all jobs, since the model is unloaded."""
         texts = [Failed(job, reason) for job in self._embed.fail()]
         return [*(() if self._text is None else self._text.fail(reason)), *texts]
 
     def end_all(self, reason: str) -> list[WorkItem]:
-        """End all jobs, since the model goes. Returns the last work items."""
+        """End all jobs, since the model is unloaded. Returns the last work items."""
         if self._text is None or self._reset:  # what the runner has is of no use any more
             self._events += self.fail(reason)
             return []

@@ -303,7 +303,7 @@ class PromptIndex:
 
     @property
     def dropped(self) -> bool:
-        """Whether entries were dropped that the runner is yet to forget."""
+        """Whether entries were dropped here that the runner still has."""
         return bool(self._dropped)
 
     def take_dropped(self) -> tuple[int, ...]:

@@ -231,7 +231,7 @@ class RowBook:
         return [*items, *self._store.plan_all(promised)]
 
     def fail_all(self, reason: str) -> list[Failed]:
-        """Forget all rows, since the model goes. Nothing is planned for them any more."""
+        """Forget all rows, since the model is unloaded. Nothing is planned for them any more."""
         events = [Failed(job_id, reason) for job_id in self.rows]
         self.rows.clear()
         return events

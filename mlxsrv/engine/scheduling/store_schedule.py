@@ -196,7 +196,7 @@ class StoreSchedule:
         return [*self._plan_fetch(streaming=streaming), *self._plan_write(busy=busy)]
 
     def plan_all(self, promised: Iterable[int]) -> list[WorkItem]:
-        """Write all that is not written, and what is promised, since the model goes."""
+        """Write all that is not written, and what is promised, since the model is unloaded."""
         entries = (*self._unwritten, *self._missed, *promised)
         self._unwritten.clear()
         self._missed.clear()

@@ -142,8 +142,8 @@ class TextSchedule:
         self._book.cancel(job_ids)
 
     def end_all(self, reason: str) -> list[WorkItem]:
-        """End every job, since the model goes, and have what is kept written to disk, if it is.
-        Returns the last work items of the model."""
+        """End every job, since the model is unloaded, and have what is kept written to disk, if it
+        is. Returns the last work items of the model."""
         self._budget.unregister(self.memory)
         return self._book.end_all(reason)
 
@@ -153,7 +153,7 @@ class TextSchedule:
             self._store.note_report(order)
 
     def fail(self, reason: str) -> list[Failed]:
-        """End every job, since the model goes. Nothing is planned for them any more."""
+        """End every job, since the model is unloaded. Nothing is planned for them any more."""
         self._budget.unregister(self.memory)
         return self._book.fail_all(reason)
 
