@@ -44,7 +44,7 @@ def tokenize(request: TokenizeRequest, tokenizer: Tokenizer) -> TokenizeResponse
     ids = _ids(request, tokenizer)
     tokens: list[int | TokenPiece] = [*ids]
     if request.with_pieces:
-        tokens = [TokenPiece.of(id, tokenizer.token_bytes_or_name(id)) for id in ids]
+        tokens = [TokenPiece.make(id, tokenizer.token_bytes_or_name(id)) for id in ids]
     response = TokenizeResponse(tokens, len(ids))
     if request.content is None:
         response = TokenizeResponse(tokens, len(ids), max_model_len=tokenizer.context)
@@ -66,7 +66,8 @@ def _ids(request: TokenizeRequest, tokenizer: Tokenizer) -> list[int]:
 def detokenize(request: DetokenizeRequest, tokenizer: Tokenizer) -> DetokenizeResponse:
     """Raises InvalidRequest for ids that the model does not have."""
     check_ids(request.tokens, "tokens", tokenizer)
-    return DetokenizeResponse.of(tokenizer.decode(request.tokens))
+    text = tokenizer.decode(request.tokens)
+    return DetokenizeResponse(content=text, prompt=text)
 
 
 def apply_template(spec: GenerationSpec, tokenizer: Tokenizer) -> AppliedTemplate:

@@ -309,9 +309,9 @@ def test_the_rest_is_as_described() -> None:
     answers("GET", "/v1/models/{id}", 200).validate(as_sent(model))
     tokenized = answers("POST", "/tokenize", 200)
     tokenized.validate(as_sent(tokens.TokenizeResponse([1], 1)))
-    pieces = [tokens.TokenPiece.of(1, b"a"), tokens.TokenPiece.of(2, b"\xe2")]
+    pieces = [tokens.TokenPiece.make(1, b"a"), tokens.TokenPiece.make(2, b"\xe2")]
     tokenized.validate(as_sent(tokens.TokenizeResponse([*pieces], 2)))
-    answers("POST", "/detokenize", 200).validate(as_sent(tokens.DetokenizeResponse.of("a")))
+    answers("POST", "/detokenize", 200).validate(as_sent(tokens.DetokenizeResponse("a", "a")))
     answers("GET", "/health", 200).validate(as_sent(Health(status="ok")))
     for path in ("/health", "/health/live"):
         answers("GET", path, 503).validate(as_sent(Health(status="stalled")))

@@ -129,7 +129,7 @@ _BETWEEN = "\n\n"
 """Between the texts of blocks, each of which is a paragraph of its own."""
 
 _BILLING = "x-anthropic-billing-header"
-"""The beginning of a line in which some clients tell something new with each request. In the prompt
+"""The beginning of a line in which some clients say something new with each request. In the prompt
 it would keep all that follows from being reused."""
 
 
@@ -145,14 +145,14 @@ def read_chat(
         InvalidRequest, MissingParameter, UnsupportedParameter: a block cannot be read; the error
             has its path in the request.
     """
-    told = _read_system(system)
+    instructions = _read_system(system)
     newest = newest_question(message.role for message in messages)
     turns = (
         read
         for i, message in enumerate(messages)
         for read in _BlockReader(search, new=i == newest).turn(message, f"messages[{i}].content")
     )
-    chat = [ChatMessage(role="system", content=told)] if told else []
+    chat = [ChatMessage(role="system", content=instructions)] if instructions else []
     for role, group in groupby(turns, key=lambda message: message.role):
         same = [*group]
         chat += [_joined(same)] if role in ("user", "assistant") else same

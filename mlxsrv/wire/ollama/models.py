@@ -115,8 +115,8 @@ def _modified(model: ModelObject) -> str:
 
 def _digest(model: ModelObject) -> str:
     """Return a value that changes with the model's files."""
-    told = msgspec.json.encode([model.id, model.details, model.size, model.modified_at])
-    return hashlib.sha256(told).hexdigest()
+    facts = msgspec.json.encode([model.id, model.details, model.size, model.modified_at])
+    return hashlib.sha256(facts).hexdigest()
 
 
 def _details(model: ModelObject) -> OllamaDetails:
@@ -136,7 +136,7 @@ _CAPABILITIES = ("completion", "tools", "insert", "thinking", "embedding")
 """The capabilities that Ollama has a word for."""
 
 _TEMPLATE_WORDS = {"insert": ".Suffix", "tools": ".Tools"}
-"""Variables of Ollama's own templates by which clients tell what a model can do."""
+"""Variables of Ollama's own templates by which clients know what a model can do."""
 
 _PARAMETERS = {"repetition_penalty": "repeat_penalty"}
 

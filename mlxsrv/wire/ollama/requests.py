@@ -168,7 +168,7 @@ class OllamaMessage(Struct, frozen=True):
     tool_name: str | None = None
     tool_call_id: str | None = None
 
-    def read(self, where: str, search: Search, *, new: bool) -> ChatMessage:
+    def chat_message(self, where: str, search: Search, *, new: bool) -> ChatMessage:
         """Return the message in no dialect.
 
         Args:
@@ -228,7 +228,8 @@ class OllamaChatRequest(OllamaRequest, frozen=True, kw_only=True):
         given = self.messages or ()
         newest = newest_question(each.role for each in given)
         messages = [
-            each.read(f"messages[{i}]", left_out, new=i == newest) for i, each in enumerate(given)
+            each.chat_message(f"messages[{i}]", left_out, new=i == newest)
+            for i, each in enumerate(given)
         ]
         return ChatPrompt(
             messages=messages,

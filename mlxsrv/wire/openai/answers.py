@@ -10,7 +10,7 @@ from typing import Literal
 from msgspec import UNSET, Struct, UnsetType
 
 from mlxsrv.errors import ServeError
-from mlxsrv.generation.outputs import FinishReason, ToolUse, Usage
+from mlxsrv.generation.outputs import FinishReason, Usage
 from mlxsrv.generation.status import ModelObject
 from mlxsrv.wire.dialect import ErrorShape
 from mlxsrv.wire.openai.logprobs import (
@@ -112,10 +112,6 @@ class MessageToolCall(Struct, frozen=True, kw_only=True):
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
-
-    @classmethod
-    def of(cls, use: ToolUse) -> MessageToolCall:
-        return cls(id=use.id, function=CalledFunction(use.name, use.arguments))
 
 
 class AssistantMessage(Struct, frozen=True, kw_only=True):

@@ -21,6 +21,7 @@ from mlxsrv.generation.outputs import Answer, Channel, Ended, Identity, TokenSco
 from mlxsrv.wire.dialect import Builder, Dialect
 from mlxsrv.wire.openai.answers import (
     AssistantMessage,
+    CalledFunction,
     ChatChoice,
     ChatChunk,
     ChatCompletion,
@@ -236,13 +237,17 @@ class ChatBuilder(ChunkBuilder):
 
 def _chat_choice(index: int, answer: Answer) -> ChatChoice:
     reasoning = answer.reasoning or UNSET
+    calls = [
+        MessageToolCall(id=use.id, function=CalledFunction(use.name, use.arguments))
+        for use in answer.tools
+    ]
     return ChatChoice(
         index=index,
         message=AssistantMessage(
             content=None if answer.tools and not answer.content else answer.content,
             reasoning_content=reasoning,
             reasoning=reasoning,
-            tool_calls=[MessageToolCall.of(use) for use in answer.tools] or UNSET,
+            tool_calls=calls or UNSET,
         ),
         logprobs=None if answer.scores is None else chat_logprobs(answer.scores),
         finish_reason=answer.reason,

@@ -234,10 +234,6 @@ class EmbeddingUsage(Struct, frozen=True):
     prompt_tokens: int
     total_tokens: int
 
-    @classmethod
-    def of(cls, tokens: int) -> EmbeddingUsage:
-        return cls(tokens, tokens)
-
 
 class Embedding(Struct, frozen=True, kw_only=True):
     object: Literal["embedding"] = "embedding"
@@ -290,7 +286,7 @@ def embedding_list(spec: EmbeddingSpec, made: TextVectors) -> EmbeddingList:
     return EmbeddingList(
         data=[Embedding(index=i, embedding=encode(row)) for i, row in enumerate(made.vectors)],
         model=made.model,
-        usage=EmbeddingUsage.of(made.tokens),
+        usage=EmbeddingUsage(made.tokens, made.tokens),
     )
 
 
@@ -317,7 +313,7 @@ def rerank_response(request: RerankRequest, made: PairScores) -> RerankResponse:
             )
             for i in order
         ],
-        usage=EmbeddingUsage.of(made.tokens),
+        usage=EmbeddingUsage(made.tokens, made.tokens),
     )
 
 
@@ -327,5 +323,5 @@ def score_list(made: PairScores) -> ScoreList:
         created=int(time.time()),
         model=made.model,
         data=[Score(index=i, score=float(score)) for i, score in enumerate(made.scores)],
-        usage=EmbeddingUsage.of(made.tokens),
+        usage=EmbeddingUsage(made.tokens, made.tokens),
     )

@@ -158,7 +158,7 @@ class GenerationRequest(TextRequest, frozen=True, kw_only=True):
 
     @property
     def timed(self) -> bool:
-        """Whether the answer tells how long it took."""
+        """Whether the answer says how long it took."""
         return bool(self.timings_per_token or self.verbose)
 
     @property
@@ -266,9 +266,9 @@ def _check_spellings(request: GenerationRequest) -> None:
 
 def check_same(given: Mapping[str, Any]) -> None:
     """Raises InvalidRequest if two of these fields are given with different values."""
-    told = [(name, value) for name, value in given.items() if value is not None]
-    for name, value in told[1:]:
-        first, other = told[0]
+    values = [(name, value) for name, value in given.items() if value is not None]
+    for name, value in values[1:]:
+        first, other = values[0]
         if type(value) is not type(other) or value != other:
             raise InvalidRequest(
                 f"{name}: {_shown(value)} is not {_shown(other)}, as in {first}, which means the "

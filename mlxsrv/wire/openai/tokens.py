@@ -105,7 +105,7 @@ class TokenPiece(Struct, frozen=True):
     piece: str | list[int]
 
     @classmethod
-    def of(cls, id: int, token: bytes) -> TokenPiece:
+    def make(cls, id: int, token: bytes) -> TokenPiece:
         try:
             return cls(id, token.decode())
         except UnicodeDecodeError:
@@ -127,10 +127,6 @@ class DetokenizeResponse(Struct, frozen=True):
 
     content: str
     prompt: str
-
-    @classmethod
-    def of(cls, text: str) -> DetokenizeResponse:
-        return cls(content=text, prompt=text)
 
 
 class TokenizerInfo(Struct, frozen=True, kw_only=True):

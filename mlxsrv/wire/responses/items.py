@@ -118,14 +118,14 @@ ITEM_KINDS: tuple[type[InputItem], ...] = (
 
 
 class _Head(Struct, frozen=True):
-    """The fields that tell the kind of an item."""
+    """The fields that say what kind an item is."""
 
     type: str | None = None
     role: Any = None
     id: str | None = None
 
     def kind(self, path: str) -> str:
-        """Raises MissingParameter if nothing tells the kind."""
+        """Raises MissingParameter if nothing says what kind it is."""
         if self.type is not None:
             return self.type
         if self.role is not None:

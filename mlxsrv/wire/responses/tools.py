@@ -237,7 +237,9 @@ _NAMED = ("function", "custom")
 
 
 def read_choice(
-    asked: str | ToolChoiceObject | None, toolbox: Toolbox, search: Search
+    asked: Literal["none", "auto", "required"] | ToolChoiceObject | None,
+    toolbox: Toolbox,
+    search: Search,
 ) -> ToolChoice:
     """Return whether the model must call a tool.
 
@@ -256,14 +258,7 @@ def read_choice(
             raise InvalidRequest("tool_choice: needs tools", param="tool_choice")
         search.note("tool_choice", "tool_choice")
         return ToolChoice()
-    return ToolChoice() if asked is None else ToolChoice(_MODES[asked])
-
-
-_MODES: Mapping[str, Literal["auto", "none", "required"]] = {
-    "auto": "auto",
-    "none": "none",
-    "required": "required",
-}
+    return ToolChoice() if asked is None else ToolChoice(asked)
 
 
 def _one(asked: ToolChoiceObject, toolbox: Toolbox) -> tuple[str, ...]:

@@ -194,9 +194,9 @@ def test_an_error_has_one_shape(param: str | None) -> None:
 
 def test_tokens_and_their_pieces() -> None:
     assert as_sent(TokenizeResponse([1, 2], 2)) == {"tokens": [1, 2], "count": 2}
-    pieces = [TokenPiece.of(5, "é".encode()), TokenPiece.of(6, b"\xc3")]
+    pieces = [TokenPiece.make(5, "é".encode()), TokenPiece.make(6, b"\xc3")]
     assert as_sent(TokenizeResponse([*pieces], 2)) == {
         "tokens": [{"id": 5, "piece": "é"}, {"id": 6, "piece": [0xC3]}],
         "count": 2,
     }
-    assert as_sent(DetokenizeResponse.of("é")) == {"content": "é", "prompt": "é"}
+    assert as_sent(DetokenizeResponse("é", "é")) == {"content": "é", "prompt": "é"}
