@@ -34,7 +34,6 @@ from mlxsrv.wire.responses.storing import (
     ResponseQuery,
     page_of,
     stored_input,
-    stored_output,
 )
 from mlxsrv.wire.sse import encode_json
 
@@ -136,7 +135,9 @@ def _keep(
                 else StoredItem(id, response.id, body)
                 for id, body in stored_input(asked)
             ],
-            output=[StoredItem(id, response.id, body) for id, body in stored_output(response)],
+            output=[
+                StoredItem(item.id, response.id, encode_json(item)) for item in response.output
+            ],
             previous=asked.previous_response_id,
         )
     )

@@ -100,6 +100,17 @@ class TimingsBody(Struct, frozen=True, kw_only=True):
         )
 
 
+class _Completion(Struct, frozen=True, kw_only=True):
+    """The fields by which a response is known, whole or in chunks. An `Identity` has their values,
+    but for `object`."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+
 # Chat.
 
 
@@ -131,12 +142,8 @@ class ChatChoice(Struct, frozen=True, kw_only=True):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatCompletion(Struct, frozen=True, kw_only=True):
-    id: str
+class ChatCompletion(_Completion, frozen=True, kw_only=True):
     object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[ChatChoice]
     usage: UsageBody
     prompt_token_ids: list[int] | UnsetType = UNSET
@@ -175,12 +182,8 @@ class ChunkChoice(Struct, frozen=True, kw_only=True):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatChunk(Struct, frozen=True, kw_only=True):
-    id: str
+class ChatChunk(_Completion, frozen=True, kw_only=True):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[ChunkChoice]
     usage: UsageBody | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
@@ -201,14 +204,10 @@ class TextChoice(Struct, frozen=True, kw_only=True):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class TextCompletion(Struct, frozen=True, kw_only=True):
+class TextCompletion(_Completion, frozen=True, kw_only=True):
     """A whole response and, with `usage` left out or null, a chunk of a streamed one."""
 
-    id: str
     object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[TextChoice]
     usage: UsageBody | UnsetType | None = UNSET
     timings: TimingsBody | UnsetType = UNSET

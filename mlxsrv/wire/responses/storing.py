@@ -8,13 +8,9 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from mlxsrv.errors import InvalidRequest
-from mlxsrv.wire.responses.answers import ResponseObject, new_item_id
+from mlxsrv.wire.responses.answers import new_item_id
 from mlxsrv.wire.responses.items import InputMessage, InputReference, stored_form
 from mlxsrv.wire.responses.requests import ResponsesRequest
-from mlxsrv.wire.sse import encode_json
-
-IdentifiedItem = tuple[str, bytes]
-"""The id of an item, and the item as JSON."""
 
 
 def stored_input(request: ResponsesRequest) -> Iterator[tuple[str, bytes | None]]:
@@ -26,11 +22,6 @@ def stored_input(request: ResponsesRequest) -> Iterator[tuple[str, bytes | None]
             yield placed.item.id, None
         else:
             yield stored_form(placed.item, new_item_id)
-
-
-def stored_output(response: ResponseObject) -> Iterator[IdentifiedItem]:
-    """The items of a response."""
-    return ((item.id, encode_json(item)) for item in response.output)
 
 
 # Queries.
