@@ -121,8 +121,8 @@ class Builder(ABC):
         raise NotImplementedError
 
     def arguments(self, choice: int, index: int, text: str) -> bytes:
-        """More of the arguments of a tool call whose head has been sent. The pieces of a call, in
-        whatever format its model writes, are together the JSON that the whole call has."""
+        """More of the arguments of a tool call whose head has been sent. Whatever format
+        the model writes, the pieces of a call are together the arguments of the whole call."""
         raise NotImplementedError
 
     def prompt(self, choice: int, tokens: Sequence[int]) -> bytes:
