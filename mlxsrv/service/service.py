@@ -387,7 +387,7 @@ class Service:
             report = await self.pool.engine.report()
         if report is None:
             return replace(brief, engine=engine)
-        models, memory = model_states(self.pool.statistics(), report)
+        models, memory = model_states(self.pool, report)
         return replace(brief, engine=engine, models=models, memory=memory)
 
     async def preload(self) -> None:

@@ -22,9 +22,9 @@ from mlxsrv.generation.status import (
     ModelStatus,
 )
 from mlxsrv.models.catalogue.catalogue import ModelEntry
-from mlxsrv.models.pool.model import Model, ModelStatistics
+from mlxsrv.models.pool.model import Model
 from mlxsrv.models.pool.model_files import capped
-from mlxsrv.models.pool.pool import PoolStatistics
+from mlxsrv.models.pool.pool import Pool
 from mlxsrv.prompts.model_defaults import read_config, sampling_defaults
 from mlxsrv.settings import Settings
 
@@ -96,9 +96,7 @@ def _capabilities(of_files: tuple[str, ...], model: Model | None) -> tuple[str, 
     return (*kept, *tokenizer.capabilities)
 
 
-def _kv_cache(costs: Iterable[KVCost] | None, drafts: Iterable[KVCost]) -> list[KVCacheCost] | None:
-    if costs is None:
-        return None
+def _kv_cache(costs: Iterable[KVCost], drafts: Iterable[KVCost]) -> list[KVCacheCost]:
     per_draft = sum(cost.per_token for cost in drafts)
     draft = [KVCacheCost(kind="draft", bytes_per_token=per_draft)] if per_draft else []
     return [*map(_kv_cache_cost, costs), *draft]
@@ -113,17 +111,21 @@ def _kv_cache_cost(cost: KVCost) -> KVCacheCost:
     return KVCacheCost(kind=kind, bytes_per_token=cost.per_token, window=cost.window or None)
 
 
-def model_states(pool: PoolStatistics, report: Report) -> tuple[list[ModelState], MemoryState]:
+def model_states(pool: Pool, report: Report) -> tuple[list[ModelState], MemoryState]:
     """The states of all models and of the memory.
 
     Args:
         report: the device thread's part.
     """
-    models = [_model_state(model, report.models.get(model.name, {})) for model in pool.models]
-    memory = MemoryState(
-        limit=pool.limit,
-        weights=pool.used,
-        budget=pool.left,
+    models = [
+        _model_state(model, report.models.get(model.name, {}), pinned=pool.stays(model))
+        for model in pool
+    ]
+    memory = pool.statistics()
+    state = MemoryState(
+        limit=memory.limit,
+        weights=memory.used,
+        budget=memory.left,
         rows=_sum(report, "row_bytes"),
         reading=_sum(report, "reading_bytes"),
         kept=_sum(report, "prompt_cache_bytes") + _sum(report, "draft_bytes"),
@@ -131,7 +133,7 @@ def model_states(pool: PoolStatistics, report: Report) -> tuple[list[ModelState]
         cached=report.cache_bytes,
         peak=report.peak_bytes,
     )
-    return models, memory
+    return models, state
 
 
 def _sum(report: Report, number: str) -> int:
@@ -139,19 +141,20 @@ def _sum(report: Report, number: str) -> int:
     return sum(model.get(number, 0) for model in report.models.values())
 
 
-def _model_state(model: ModelStatistics, engine: dict[str, int]) -> ModelState:
+def _model_state(model: Model, engine: dict[str, int], *, pinned: bool) -> ModelState:
+    loaded = model.loaded
     return ModelState(
         id=model.name,
         state=model.status,
         download=model.arrived,
-        pinned=model.pinned,
+        pinned=pinned,
         requests=model.leases,
-        rows=model.rows,
-        max_rows=model.max_rows,
-        waiting_for_row=model.waiting_for_row,
-        waiting_clients=model.waiting_clients,
-        bytes=model.bytes,
+        rows=model.rows.borrowed_tokens,
+        max_rows=int(model.rows.total_tokens),
+        waiting_for_row=len(model.row_queue),
+        waiting_clients=model.row_queue.clients,
+        bytes=None if loaded is None else loaded.bytes,
         idle_seconds=model.idle_seconds,
-        kv_cache=_kv_cache(model.kv_costs, model.draft_costs),
+        kv_cache=None if loaded is None else _kv_cache(loaded.kv_costs, loaded.draft_costs),
         engine=engine,
     )

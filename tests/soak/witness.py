@@ -56,9 +56,9 @@ def take(app: App, tasks: int) -> Holdings:
             "threads": int(anyio.to_thread.current_default_thread_limiter().borrowed_tokens),
         },
         claims={
-            "leases": sum(model.leases for model in state.models),
-            "users": sum(model.users for model in state.models),
-            "waiting": sum(model.waiting for model in state.models),
+            "leases": sum(model.leases for model in models),
+            "users": sum(model.users for model in models),
+            "waiting": sum(model.waiting for model in models),
             "turns": len(state.queue),
             "replies": len(service._replies),
             "work": len(service._work),

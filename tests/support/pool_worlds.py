@@ -168,12 +168,12 @@ class World:
         assert self.engine.wrong == []
         state = self.pool.statistics()
         assert state.queue == ()
-        assert {model.name for model in state.models} == self.engine.loaded
+        assert {model.name for model in self.pool} == self.engine.loaded
         assert state.used == sum(SIZES[name] for name in self.engine.loaded)
-        for model in state.models:
+        for model in self.pool:
             assert model.state is LoadState.LOADED, f"{model.name} is kept for nobody"
             assert (model.leases, model.users, model.waiting) == (0, 0, 0)
-            assert (model.rows, model.waiting_for_row) == (0, 0)
+            assert (model.rows.borrowed_tokens, len(model.row_queue)) == (0, 0)
         if self.settings.idle_timeout is not None:
             await asyncio.sleep(2 * self.settings.idle_timeout)
             assert self.engine.loaded <= {*self.settings.pin}
@@ -326,4 +326,4 @@ def begin(pool: Pool, name: str) -> tuple[Lease, asyncio.Task[None]]:
 
 
 def states(pool: Pool) -> dict[str, LoadState]:
-    return {model.name: model.state for model in pool.statistics().models}
+    return {model.name: model.state for model in pool}

@@ -36,12 +36,11 @@ async def opened(folder: Path, **options: Any) -> AsyncIterator[Pool]:
 
 
 def check_idle(pool: Pool) -> None:
-    state = pool.statistics()
-    for model in state.models:
+    for model in pool:
         assert (model.leases, model.users, model.waiting) == (0, 0, 0)
-        assert (model.rows, model.waiting_for_row) == (0, 0)
+        assert (model.rows.borrowed_tokens, len(model.row_queue)) == (0, 0)
         assert model.status in ("loaded", "loading")
-    assert state.queue == ()
+    assert pool.statistics().queue == ()
 
 
 def entry(pool: Pool, name: str) -> ModelEntry:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import anyio
 import msgspec
 
-from mlxsrv.engine.events import KVCost, Loaded
+from mlxsrv.engine.events import Loaded
 from mlxsrv.engine.orders import Attach
 from mlxsrv.formats.sae_files import SAEFile
 from mlxsrv.generation.status import DownloadState
@@ -100,37 +100,6 @@ class Attachment(msgspec.Struct, frozen=True, kw_only=True):
         return Attach(self.model, self.number, str(self.path), self.layer, self.before)
 
 
-class ModelStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that can be told of a model at one moment."""
-
-    name: str
-    state: LoadState
-    status: Status
-    arrived: DownloadState | None
-    """The progress of its download; None if none is under way."""
-    pinned: bool
-    """It is never evicted."""
-    leases: int
-    users: int
-    """Leases that have entered."""
-    waiting: int
-    """Leases that wait to enter."""
-    rows: int
-    """Rows in use."""
-    max_rows: int
-    waiting_for_row: int
-    waiting_clients: int
-    """Clients that wait for a row."""
-    bytes: int | None
-    """Bytes of the weights; None unless it is loaded."""
-    kv_costs: tuple[KVCost, ...] | None
-    """The cost of a row's KV cache; None unless the model is loaded."""
-    draft_costs: tuple[KVCost, ...]
-    """The cost of the draft model's KV cache; none where it has no draft, or is not loaded."""
-    idle_seconds: float | None
-    """The time it has been loaded without a user; None if it is not loaded or has one."""
-
-
 class Model:
     """An entry of the catalogue that is loaded, or that somebody has a lease on.
 
@@ -190,6 +159,11 @@ class Model:
     def turn(self) -> int:
         """The seconds until a request that comes now may have a row."""
         return self._places.turn
+
+    @property
+    def waiting(self) -> int:
+        """Leases that wait to enter."""
+        return len(self._tickets)
 
     @property
     def wanted(self) -> bool:
@@ -272,26 +246,6 @@ class Model:
         """The time it has been loaded without a user; None if it is not loaded or has one."""
         idle = self.loaded is not None and self.users == 0
         return _now() - self._last_exit if idle else None
-
-    def statistics(self, *, pinned: bool) -> ModelStatistics:
-        return ModelStatistics(
-            name=self.name,
-            state=self._state,
-            status=self.status,
-            arrived=self.arrived,
-            pinned=pinned,
-            leases=self.leases,
-            users=self.users,
-            waiting=len(self._tickets),
-            rows=self.rows.borrowed_tokens,
-            max_rows=int(self.rows.total_tokens),
-            waiting_for_row=len(self.row_queue),
-            waiting_clients=self.row_queue.clients,
-            bytes=None if self.loaded is None else self.loaded.bytes,
-            kv_costs=None if self.loaded is None else self.loaded.kv_costs,
-            draft_costs=() if self.loaded is None else self.loaded.draft_costs,
-            idle_seconds=self.idle_seconds,
-        )
 
     # For the pool: states.
 

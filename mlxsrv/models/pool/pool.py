@@ -45,7 +45,6 @@ from mlxsrv.models.pool.model import (
     Attachment,
     LoadState,
     Model,
-    ModelStatistics,
     Ticket,
     start_task,
 )
@@ -61,17 +60,16 @@ _MEMORY_SHARE = 0.9  # of what MLX recommends; a step's arrays and free buffers 
 
 
 class PoolStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole state of a pool at one moment."""
+    """The memory of a pool at one moment."""
 
     limit: int
-    """Bytes that all models may take; 0 until the device thread has told the memory's size."""
+    """Bytes that all models may take; 0 until the device thread has reported the memory's size."""
     used: int
     """Bytes of it that weights and SAEs take: of models that are loaded, or are being loaded."""
     left: int
     """Bytes of it that are left for rows and kept prompts."""
     queue: tuple[str, ...]
     """Models that wait for memory, the next one first."""
-    models: tuple[ModelStatistics, ...]
 
 
 class Pool:
@@ -145,8 +143,11 @@ class Pool:
             used=weight_bytes(placed),
             left=self._limits.left(placed),
             queue=tuple(model.name for model in self._queue),
-            models=tuple(model.statistics(pinned=self._limits.stays(model)) for model in self),
         )
+
+    def stays(self, model: Model) -> bool:
+        """Whether the model is never evicted: it is pinned, or has an SAE."""
+        return self._limits.stays(model)
 
     def _with_memory(self) -> list[Model]:
         return [model for model in self if model.has_memory]

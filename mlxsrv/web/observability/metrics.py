@@ -315,15 +315,15 @@ def _service_gauges(service: Service, health: Health) -> list[Metric]:
     most = _gauge("max_rows", "Rows that are decoded together at most.", "model_name")
     size = _gauge("model_bytes", "Bytes of a loaded model's weights.", "model_name")
     queued: dict[str, int] = {}
-    for model in service.pool.statistics().models:
-        known = service.pool.catalogue.label(model.name) if model.bytes is None else model.name
-        queues = model.waiting + model.waiting_for_row
+    for model in service.pool:
+        known = service.pool.catalogue.label(model.name) if model.loaded is None else model.name
+        queues = model.waiting + len(model.row_queue)
         queued[known] = queued.get(known, 0) + queues
-        if model.bytes is not None:
-            running.add_metric([model.name], model.rows)
-            most.add_metric([model.name], model.max_rows)
-            clients.add_metric([model.name], model.waiting_clients)
-            size.add_metric([model.name], model.bytes)
+        if model.loaded is not None:
+            running.add_metric([model.name], model.rows.borrowed_tokens)
+            most.add_metric([model.name], int(model.rows.total_tokens))
+            clients.add_metric([model.name], model.row_queue.clients)
+            size.add_metric([model.name], model.loaded.bytes)
     for name, number in queued.items():
         waiting.add_metric([name], number)
     return [info, ready, running, waiting, clients, most, size]

@@ -141,7 +141,7 @@ def test_a_pool_may_end_at_any_moment(folder: Path, options: dict[str, Any], see
         await world.pool.shut_down()
         await settle()
         await asyncio.sleep(10)  # no timer is left
-        for model in world.pool.statistics().models:
+        for model in world.pool:
             assert (model.leases, model.users, model.waiting) == (0, 0, 0)
         ends.update(world.ends)
         ends.update(world.outcomes)
