@@ -97,8 +97,8 @@ def _package() -> Path:
 def _modules(package: str) -> frozenset[str]:
     """Return the modules in a package, from a listing of its files.
 
-    A name is compared with these, and no file is looked for: a file system that does not tell
-    `Llama.py` from `llama.py` would find either.
+    A name is compared with these, and no file is looked for: a file system that takes
+    `Llama.py` and `llama.py` for one name would find either.
     """
     names = os.listdir(_package() / package)
     return frozenset(n.removesuffix(".py") for n in names if n.endswith(".py") and n[0] != "_")

@@ -185,7 +185,7 @@ def _list_npz(path: Path, size: int) -> dict[str, StoredArray]:
         members = archive.infolist()
         if len({member.filename for member in members}) < len(members):
             raise UnusableFile("it has two members with one name")
-        # The check of each member compares its two sizes, which only the directory tells.
+        # The check of each member compares its two sizes, which only the directory has.
         if sum(member.compress_size for member in members) > size:
             raise UnusableFile("it has members that overlap, or lie beyond its end")
         found: dict[str, StoredArray] = {}

@@ -1,4 +1,4 @@
-"""Capabilities of decoders, as far as their files tell: what this server can do with them.
+"""Capabilities of decoders, as far as their files show: what this server can do with them.
 
 The rules for calls and thoughts are mlx-lm's, which reads both. Once a model's tokenizer is loaded,
 it knows for sure.
@@ -18,7 +18,7 @@ from mlxsrv.formats.infill import find_family
 
 OF_TOKENIZERS = ("tools", "thinking", "insert")
 """The capabilities that a loaded tokenizer knows better than its files: reading calls of tools,
-telling thoughts from the answer, and filling in the middle."""
+separating thoughts from the answer, and filling in the middle."""
 
 _TOOLS = re.compile(r"\btools\b")
 
@@ -31,7 +31,7 @@ _THOUGHTS = (
     ("<|channel>", "<channel|>"),
     _XTML,
 )
-"""Tokens with which thoughts can be told apart: all of a line are in the vocabulary."""
+"""Tokens that separate thoughts from the answer: all of a line are in the vocabulary."""
 
 _CALLS_IN_TEMPLATES = (
     ("<minimax:tool_call>",),
@@ -123,7 +123,7 @@ def _added(folder: Path, files: Iterable[str]) -> set[str]:
     try:
         return {_text(token.content) for token in _decode(text or "{}").added_tokens}
     except (msgspec.DecodeError, RecursionError):
-        return set()  # loading the tokenizer will tell what is wrong
+        return set()  # loading the tokenizer will show what is wrong
 
 
 def _text(value: object) -> str:

@@ -107,7 +107,7 @@ def kv_block_bytes(config: JSONObject, number_bytes: int = 2) -> int:
 def _layer_kinds(text: JSONObject) -> tuple[int, int]:
     """Return how many layers have attention and how many a recurrent state.
 
-    If the config does not tell, every layer counts as both.
+    If the config does not say, every layer counts as both.
     """
     kinds = text.get("layer_types") or text.get("layers_block_type")
     if isinstance(kinds, list):

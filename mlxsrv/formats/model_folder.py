@@ -228,7 +228,7 @@ def _template_text(folder: Path, files: Iterable[str], settings: JSONObject) -> 
 
 
 def _encoder_capabilities(folder: Path, config: JSONObject) -> tuple[str, ...]:
-    """Return nothing for a head whose scores are not known to tell relevance."""
+    """Return nothing for a head whose scores are not known to mean relevance."""
     if not is_classifier(config):
         return ("embedding",)
     try:

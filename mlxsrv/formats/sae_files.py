@@ -470,7 +470,7 @@ def _sparsify_model(folder: Path) -> str | None:
         return None
 
 
-# Gemma Scope: the folders' names tell the layer, the repository's name the place in it. The second
+# Gemma Scope: the folders' names say the layer, the repository's name the place in it. The second
 # edition, for Gemma 3, has a config.json too.
 
 _OTHER_SITES = re.compile(

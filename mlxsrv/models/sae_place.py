@@ -23,7 +23,7 @@ _NEEDED = {
 }
 """Files that must be beside a file of weights."""
 _OPTIONAL = {"sae.safetensors": ("../config.json",)}
-"""Files that may tell more about it."""
+"""Files that may say more about it."""
 
 
 class SAEPlace(msgspec.Struct, frozen=True):
@@ -88,7 +88,7 @@ class SAEPlace(msgspec.Struct, frozen=True):
 
 
 def _elsewhere(paths: Iterable[str], folder: str) -> str:
-    """Tell where else in the repository there are SAEs."""
+    """Say where else in the repository there are SAEs."""
     folders = sorted({posixpath.dirname(p) for p in paths if posixpath.basename(p) in SAE_WEIGHTS})
     if not folders:
         return "it has none of " + ", ".join(SAE_WEIGHTS)

@@ -98,7 +98,7 @@ def _find_launcher() -> int | None:
 
 
 def _stop_without(launcher: int, stop: Callable[[], None]) -> None:
-    """Stop once the launcher has ended: it hands no signal on, and macOS tells nobody of that."""
+    """Stop once the launcher has ended. It passes no signal on, and macOS sends none of its own."""
     while os.getppid() == launcher:
         sleep(_LOOK_SECONDS)
     log(_log, logging.WARNING, "the launcher has ended")

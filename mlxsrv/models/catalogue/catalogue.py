@@ -275,7 +275,7 @@ class Catalogue:
         return msgspec.structs.replace(entry, **self._look(entry))
 
     def _look(self, entry: ModelEntry) -> dict[str, Any]:
-        """The fields of an entry that its files tell. Files that have not changed are not read
+        """The fields of an entry that its files give. Files that have not changed are not read
         again."""
         folder = entry.source.folder()
         if folder is None:
@@ -297,7 +297,7 @@ class Catalogue:
 
     def _describe(self, folder: Path, name: str) -> ModelDescription | str:
         try:
-            # The name tells about the model; its revision does not.
+            # The name says what kind of model it is; its revision does not.
             name = name.partition("@")[0]
             return describe_model(
                 folder, name=name, trust_remote_code=self._settings.trust_remote_code

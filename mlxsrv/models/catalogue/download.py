@@ -1,6 +1,6 @@
 """Downloads of models, or of single files, from the Hugging Face hub into its cache.
 
-huggingface-hub signs the requests, tells what is wrong with the answers, and makes the snapshot.
+huggingface-hub signs the requests, explains refusals, and makes the snapshot.
 Its release 2.4 does not do three things, which are done here:
 
 - A broken download continues where it stopped, also if its process was killed.
@@ -125,7 +125,7 @@ def fetch(
         ModelNotFound: no such repository or revision, no right to read it, or nothing to serve.
         ModelNotLoaded: the network, the disk or a checksum; the same call may succeed later.
     """
-    return _run(_Download(repository, progress, check, _choose_model, report))
+    return _run(_Download(repository, check, progress=progress, report=report))
 
 
 def fetch_files(repository: Repository, choose: _Choose, *, check: Callable[[], None]) -> Path:
@@ -138,7 +138,7 @@ def fetch_files(repository: Repository, choose: _Choose, *, check: Callable[[], 
     Raises:
         ServeError: as `fetch`; and whatever `choose` raises.
     """
-    return _run(_FilesDownload(repository, False, check, choose))
+    return _run(_Download(repository, check, choose))
 
 
 def _run(download: _Download) -> Path:
@@ -148,19 +148,16 @@ def _run(download: _Download) -> Path:
         raise _explain(error, download.repository) from error
 
 
-def _choose_model(paths: Sequence[str]) -> Sequence[str]:
-    return [path for path in paths if matches(path, _FILES)]
-
-
 class _Download:
-    """The work of one call."""
+    """One call's download: of a model or, with `choose`, of files that need not make one."""
 
     def __init__(
         self,
         repository: Repository,
-        progress: bool,
         check: Callable[[], None],
-        choose: _Choose,
+        choose: _Choose | None = None,
+        *,
+        progress: bool = False,
         report: DownloadReport = _report_nothing,
     ) -> None:
         self.repository = repository
@@ -175,19 +172,25 @@ class _Download:
         self._bar: Any = None
 
     def run(self) -> Path:
+        model = self._choose is None
         commit = self._ask()
-        self._require_files(commit)
+        if model:
+            self._require_files(commit)
         files = [*commit.others, *commit.weights]
         self._require_space(files)
         with self._counting(files):
             for file in commit.others:
                 self._bring(file, commit.hash)
-            self._require_model(commit)
+            if model:
+                self._require_model(commit)
             for file in commit.weights:
                 self._bring(file, commit.hash)
         folder = self._link(commit)
-        self._describe(folder)
-        self._write_ref(commit.hash)
+        if model:
+            self._describe(folder)
+        # A complete model may be served from this revision's commit, which then must stay.
+        if model or cached(self.repository) is None:
+            self._write_ref(commit.hash)
         return folder
 
     def _ask(self) -> Commit:
@@ -198,7 +201,10 @@ class _Download:
             timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
         )
         siblings = info.siblings or ()
-        chosen = set(self._choose([found.rfilename for found in siblings]))
+        paths = [found.rfilename for found in siblings]
+        chosen = {path for path in paths if matches(path, _FILES)}
+        if self._choose is not None:
+            chosen = {*self._choose(paths)}
         listed = [
             {
                 "path": found.rfilename,
@@ -352,7 +358,7 @@ class _Download:
             yield
 
     def _note(self, file: HubFile, done: int) -> None:
-        """Tell how many bytes of a file are here now; there may be fewer than before."""
+        """Report how many bytes of a file are here now; there may be fewer than before."""
         self._bar.update(done - self._here[file.checksum])
         self._here[file.checksum] = done
         arrived = DownloadState(sum(self._here.values()), self._total)
@@ -410,23 +416,6 @@ class _Download:
         new = root / f"{uuid.uuid4().hex}.ref"
         new.write_text(commit, "ascii")
         new.replace(path)
-
-
-class _FilesDownload(_Download):
-    """A download of files that need not make a model."""
-
-    def run(self) -> Path:
-        commit = self._ask()
-        files = [*commit.others, *commit.weights]
-        self._require_space(files)
-        with self._counting(files):
-            for file in files:
-                self._bring(file, commit.hash)
-        folder = self._link(commit)
-        # A complete model may be served from this revision's commit, which then must stay.
-        if cached(self.repository) is None:
-            self._write_ref(commit.hash)
-        return folder
 
 
 class _NoBar(tqdm):  # type: ignore[misc]

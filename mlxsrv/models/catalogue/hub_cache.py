@@ -163,7 +163,7 @@ def read_ref(file: Path) -> str | None:
 
 
 def is_complete(root: Path, commit: str) -> bool:
-    """Whether all files of a snapshot are there, as far as the cache can tell."""
+    """Whether all files of a snapshot are there, as far as the cache shows."""
     snapshot = root / "snapshots" / commit
     paths = _files(snapshot)
     if not all(path.exists() for path in paths):

@@ -1,4 +1,4 @@
-"""The progress of a download: told by its thread, kept and logged by the event loop."""
+"""The progress of a download: its thread reports it, the event loop keeps and logs it."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Load each model once, lend it to requests, evict it when others need its memory."""
+"""Load each model once, let requests use it, evict it when others need its memory."""

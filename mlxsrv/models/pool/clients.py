@@ -20,7 +20,7 @@ _LONGEST = 60  # seconds; OpenAI's and Anthropic's SDKs take no longer advice
 
 
 class Client(msgspec.Struct, frozen=True):
-    """The sender of a request, as far as it can be told from others.
+    """The sender of a request, as far as requests show it.
 
     Attributes:
         id: equal for all requests of one client. It may be made from a secret or a name, so it is
@@ -123,7 +123,7 @@ class Turnover:
         self._returns: deque[tuple[float, int]] = deque(maxlen=_LATEST)  # when, and how much
 
     def take(self, amount: int) -> None:
-        if not self.held:  # what came back before tells nothing of those who come now
+        if not self.held:  # the pace of before is not that of clients who come now
             self._begun = self._clock()
             self._returns.clear()
         self.held += amount

@@ -82,7 +82,7 @@ class PoolLimits(msgspec.Struct, frozen=True):
             )
 
     def left(self, models: Collection[Model]) -> int:
-        """The bytes that weights and SAEs leave to rows and to kept prompts."""
+        """The bytes that weights and SAEs leave to rows and to cached prompts."""
         return max(self.bytes - weight_bytes(models), 0)
 
     def stays(self, model: Model) -> bool:

@@ -104,7 +104,7 @@ class Model:
     """An entry of the catalogue that is loaded, or that somebody has a lease on.
 
     `rows` is a limiter with one slot per row of the batch; a request with a slot can be decoded at
-    once. `row_queue` lends them, to clients in turn.
+    once. `row_queue` gives them to clients in turn.
     `tokenizing` bounds the threads that make prompts of texts, each of which takes some megabytes.
     `compiling` bounds the threads, each with a process of its own, that compile grammars.
 
@@ -292,7 +292,7 @@ class Model:
                 ticket.set_result(None)
 
     def refuse_waiting(self, error: Exception) -> None:
-        """Tell all who wait why they cannot enter."""
+        """End the wait of all tickets with an error."""
         while self._tickets:
             ticket = self._tickets.popleft()
             if not ticket.done():

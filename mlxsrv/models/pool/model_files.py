@@ -28,7 +28,7 @@ class ModelFiles(msgspec.Struct, frozen=True):
     own: int
     """Bytes that nothing shares: an adapter, a draft model."""
     short_row: int
-    """Bytes that a row of SHORT_ROW tokens takes, as far as the files tell."""
+    """Bytes that a row of SHORT_ROW tokens takes, as far as the files say."""
     context_length: int | None
     writes: bool
     """It is a decoder, which can write text."""
@@ -52,7 +52,7 @@ def load_order(
     *,
     lookup: bool = False,
 ) -> Load:
-    """The order that tells the device thread to load a model. `lookup`: tokens are looked up in its
+    """The order to load a model, for the device thread. `lookup`: tokens are looked up in its
     texts."""
     return Load(
         model=name,

@@ -1,5 +1,5 @@
-"""Events of models: loaded, failed, evicted. They are logged, and observers such as the metrics are
-told."""
+"""Events of models: loaded, failed, evicted. They are logged, and sent to observers such as the
+metrics."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class LoadProblems:
 
 
 class PoolLog:
-    """Logs what the pool does, and tells observers."""
+    """Logs what the pool does, and calls the observers."""
 
     def __init__(self, observers: Sequence[ModelObserver]) -> None:
         self._observers = observers
@@ -96,7 +96,7 @@ class PoolLog:
             observer.model_failed(ModelFailed(model if known else "", str(error)))
 
     def evicted(self, loaded: Loaded, reason: str) -> None:
-        """The first word of `reason` is the one that observers are told."""
+        """The first word of `reason` is the one that observers get."""
         log(
             _log,
             logging.INFO,
@@ -109,7 +109,7 @@ class PoolLog:
             observer.model_evicted(ModelEvicted(loaded.model, reason.partition(" ")[0]))
 
     def divided(self, limit: int, left: int) -> None:
-        """Weights have come or go: so many bytes are left for rows and kept prompts."""
+        """Weights have come or go: so many bytes are left for rows and cached prompts."""
         log(_log, logging.INFO, "memory divided", limit=limit, weights=limit - left, left=left)
 
     def switched(

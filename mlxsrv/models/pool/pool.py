@@ -1,4 +1,4 @@
-"""Loaded models: each loaded once for all who wait, lent to requests by lease, evicted when idle.
+"""Loaded models: each loaded once for all who wait, used under a lease, evicted when idle.
 
 A lease is one request's claim on one model. It first waits for the model's tokenizer, which needs
 only the model's files: so a prompt that does not fit is refused before anything is loaded. Then it
@@ -13,7 +13,7 @@ where the new weights would leave less memory than their requests have taken by 
 Everything here is owned by the event loop and used there only; the device thread only does what it
 is sent. Its inbox is first in, first out, so an unload is done before the load that follows it.
 
-What weights leave of the memory limit is the budget of rows and kept prompts: the device thread
+What weights leave of the memory limit is the budget of rows and cached prompts: the device thread
 keeps to it. It is sent whenever it changes, behind the unload that makes it larger and before the
 load that makes it smaller, so that never both take the same memory.
 """
@@ -67,7 +67,7 @@ class PoolStatistics(msgspec.Struct, frozen=True, kw_only=True):
     used: int
     """Bytes of it that weights and SAEs take: of models that are loaded, or are being loaded."""
     left: int
-    """Bytes of it that are left for rows and kept prompts."""
+    """Bytes of it that are left for rows and cached prompts."""
     queue: tuple[str, ...]
     """Models that wait for memory, the next one first."""
 
@@ -282,8 +282,8 @@ class Pool:
         self._divide()
 
     def _divide(self, *, answer: bool = False) -> None:
-        """Tell the device thread what is left for rows and kept prompts, if that has changed;
-        with `answer` in any case, since it waits for that."""
+        """Send the device thread the bytes that are left for rows and cached prompts, if they have
+        changed; with `answer` in any case, since it waits for that."""
         left = self._limits.left(self._with_memory())
         # Before there is an engine, and before the limit is known, nothing is loaded.
         if self._closed or self._engine is None or not self._limits.bytes:
@@ -365,8 +365,8 @@ class Pool:
         except BaseException as error:
             if not survivable(error):
                 raise
-            told = error if isinstance(error, Exception) else RuntimeError(describe_error(error))
-            raise self._cannot_load(model, told) from error
+            reason = error if isinstance(error, Exception) else RuntimeError(describe_error(error))
+            raise self._cannot_load(model, reason) from error
         finally:
             model.prepare_task = None
             model.enter(LoadState.UNUSED)
@@ -442,7 +442,7 @@ class Pool:
         return await wait
 
     def _fail(self, model: Model, error: ServeError, victims: Sequence[Model]) -> None:
-        """Tell all who wait, and load again what was evicted for nothing."""
+        """End the wait of all who wait, and load again what was evicted for nothing."""
         model.load_task = None
         if model.state is LoadState.LOADING:
             model.enter(LoadState.UNUSED)
