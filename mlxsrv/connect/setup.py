@@ -35,10 +35,6 @@ class ConfigFile(msgspec.Struct, frozen=True):
         folder = environ.get(self.variable or "") or self.folder
         return Path(folder).expanduser() / self.name
 
-    def text(self) -> str:
-        """The file as it would be without anything else in it."""
-        return new_text(self.format, self.content)
-
 
 class ClientSetup(msgspec.Struct, frozen=True):
     """The setup that makes one client use the server.
@@ -69,7 +65,7 @@ class ClientSetup(msgspec.Struct, frozen=True):
         yield f"{self.title} with the model {server.model!r} at {server.url}"
         if self.file is not None:
             yield f"In {self.file.path()} (--write puts it there):"
-            yield _indent(self.file.text())
+            yield _indent(new_text(self.file.format, self.file.content))
         if self.paste:
             yield _indent(self.paste)
         if server.key:

@@ -51,7 +51,7 @@ def list_gguf(path: Path) -> tuple[dict[str, StoredArray], dict[str, Any]]:
     if cursor.number("<I") not in _VERSIONS:
         raise UnusableFile("it is not GGUF of version 2 or 3 in little-endian order")
     array_count, field_count = cursor.count(), cursor.count()
-    fields = {cursor.text(): cursor.value() for _ in range(field_count)}
+    fields = {cursor.string(): cursor.value() for _ in range(field_count)}
     found: dict[str, StoredArray] = {}
     for _ in range(array_count):
         name, stored = _read_array(cursor)
@@ -73,7 +73,7 @@ def list_gguf(path: Path) -> tuple[dict[str, StoredArray], dict[str, Any]]:
 
 def _read_array(cursor: _Cursor) -> tuple[str, StoredArray | None]:
     """Read the next array; its start counts from the beginning of the numbers."""
-    name = cursor.text()
+    name = cursor.string()
     dimensions = cursor.number("<I")
     if dimensions > _MOST_DIMENSIONS:
         raise UnusableFile("it has an array of more dimensions than there are in GGUF")
@@ -116,7 +116,7 @@ class _Cursor:
         found: int = self.number("<Q")
         return found
 
-    def text(self) -> str:
+    def string(self) -> str:
         length = self.count()
         start = self.skip(length)
         return self._data[start : start + length].decode(errors="replace")
@@ -136,7 +136,7 @@ class _Cursor:
 
     def _item(self, kind: int) -> Any:
         if kind == _TEXT:
-            return self.text()
+            return self.string()
         if kind not in _LAYOUTS:
             raise UnusableFile("its header has a value of an unknown type")
         return self.number(_LAYOUTS[kind])

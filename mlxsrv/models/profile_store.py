@@ -15,6 +15,7 @@ The rules of the file:
 
 from __future__ import annotations
 
+import os
 import secrets
 import sqlite3
 import stat
@@ -26,13 +27,26 @@ import msgspec
 
 from mlxsrv.errors import ProfileExists, ProfileNotFound, StoreFailed
 from mlxsrv.generation.steering import ProfileObject
-from mlxsrv.models.sqlite_errors import DAMAGED, explained, store_failed
 
 _NAME = "profiles.sqlite3"
 _APPLICATION = int.from_bytes(b"mlxs")
 _VERSION = 1
 _SMALLEST = 512  # bytes of the smallest page; the header is in the first one
 _BUSY = 10.0  # seconds that a call waits for other calls
+
+_DAMAGED = "it is damaged, or no database; put a sound copy in its place, or move it away"
+_FORBIDDEN = "it cannot be opened or written; see who may write there, or choose another --data-dir"
+_TAKEN = "another process keeps it locked; try again"
+_REASONS = {
+    sqlite3.SQLITE_FULL: "the disk is full; free some space",
+    sqlite3.SQLITE_IOERR: "the disk failed to read or write it; see its free space and its health",
+    **dict.fromkeys((sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB), _DAMAGED),
+    **dict.fromkeys((sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL), _TAKEN),
+    **dict.fromkeys(
+        (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM), _FORBIDDEN
+    ),
+}
+"""The trouble and its remedy, for each primary result code of SQLite."""
 
 _SCHEMA = """\
 CREATE TABLE profiles (
@@ -107,7 +121,7 @@ class ProfileStore:
         return found[0]
 
     def _select(self, query: str, *values: str) -> list[ProfileObject]:
-        with explained(_NAME):
+        with _explained():
             path = self._path()
             if not _is_ours(path):
                 return []
@@ -120,7 +134,7 @@ class ProfileStore:
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         """Write all that the block does or, if it raises, nothing."""
-        with explained(_NAME):
+        with _explained():
             path = self._path()
             _is_ours(path)
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -157,7 +171,7 @@ def _is_ours(path: Path) -> bool:
     if found.st_size == 0:
         return False
     if found.st_size < _SMALLEST:  # SQLite would take it for an empty file
-        raise _failed(DAMAGED)
+        raise _failed(_DAMAGED)
     with closing(_connect(path, "immutable=1")) as connection:
         # During a write the file may be shorter than its header says. SQLite must not take that
         # for damage.
@@ -209,7 +223,7 @@ def _profile(row: tuple[object, ...]) -> ProfileObject:
         values["steering"] = _STEERING.decode(str(values["steering"]))
         return msgspec.convert(values, ProfileObject)
     except msgspec.MsgspecError:
-        raise _failed(DAMAGED) from None
+        raise _failed(_DAMAGED) from None
 
 
 @contextmanager
@@ -225,8 +239,24 @@ def _unique(profile: ProfileObject) -> Iterator[None]:
         raise
 
 
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Turn every error of SQLite and of the file system into a StoreFailed."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
+        # The lowest byte is the primary code; the bytes above it give details.
+        raise _failed(_REASONS.get(code & 0xFF, f"SQLite says {str(error)!r}")) from error
+    except PermissionError as error:
+        raise _failed(_FORBIDDEN) from error
+    except OSError as error:
+        reason = f"{os.strerror(error.errno or 0)}; see what is there, or choose another --data-dir"
+        raise _failed(reason) from error
+
+
 def _failed(reason: str) -> StoreFailed:
-    return store_failed(_NAME, reason)
+    return StoreFailed(f"{_NAME!r} under --data-dir cannot be used: {reason}")
 
 
 def _unknown(asked: str) -> ProfileNotFound:

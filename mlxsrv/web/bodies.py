@@ -83,7 +83,7 @@ class Bodies:
                 "together; try again",
                 retry_after=self._turnover.seconds(missing),
             )
-        self._turnover.take(size)
+        self._turnover.borrow(size)
 
     def give_back(self, size: int) -> None:
         self._turnover.give_back(size)

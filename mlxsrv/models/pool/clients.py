@@ -82,7 +82,7 @@ class Places:
                 retry_after=self._turnover.seconds(taken // held),
             )
         self._held[client.id] = held + 1
-        self._turnover.take(1)
+        self._turnover.borrow(1)
 
     def give_back(self, client: Client) -> None:
         self._turnover.give_back(1)
@@ -122,7 +122,7 @@ class Turnover:
         self._begun = 0.0
         self._returns: deque[tuple[float, int]] = deque(maxlen=_LATEST)  # when, and how much
 
-    def take(self, amount: int) -> None:
+    def borrow(self, amount: int) -> None:
         if not self.held:  # the pace of before is not that of clients who come now
             self._begun = self._clock()
             self._returns.clear()

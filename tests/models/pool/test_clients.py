@@ -141,7 +141,7 @@ def test_who_is_refused_is_told_what_the_pace_says() -> None:
 def test_the_pace_is_that_of_late() -> None:
     clock = Clock()
     turnover = Turnover(clock)
-    turnover.take(1000)
+    turnover.borrow(1000)
     for seconds in (100.0, 0.5):
         for _ in range(16):
             clock.now += seconds
@@ -150,5 +150,5 @@ def test_the_pace_is_that_of_late() -> None:
     assert turnover.seconds(200) == 10
     turnover.give_back(1000 - 320)
     clock.now += 10_000
-    turnover.take(1)
+    turnover.borrow(1)
     assert turnover.seconds(1) == 1, "while nothing is taken, nothing can come back"
