@@ -16,12 +16,7 @@ from mlxsrv.engine.events import JobEvent, PromptRead, Receiver, Token
 from mlxsrv.generation.outputs import FinishReason, Timings, Usage
 from mlxsrv.generation.spec import GenerationSpec
 from mlxsrv.generation.texts import EmbeddingSpec, PairsSpec
-from mlxsrv.models.pool.observing import (
-    ModelEvicted,
-    ModelFailed,
-    ModelLoaded,
-    ModelObserver,
-)
+from mlxsrv.models.pool.observing import ModelObserver
 
 AskedOfModel = GenerationSpec | EmbeddingSpec | PairsSpec
 OperationName = Literal["chat", "text_completion", "embeddings", "rerank", "score"]
@@ -107,13 +102,13 @@ class Observer(ModelObserver, Protocol):
     def ended(self, request: RequestEnded) -> None:
         return None
 
-    def model_loaded(self, event: ModelLoaded) -> None:
+    def model_loaded(self, model: str, seconds: float, bytes: int) -> None:
         return None
 
-    def model_failed(self, event: ModelFailed) -> None:
+    def model_failed(self, model: str, reason: str) -> None:
         return None
 
-    def model_evicted(self, event: ModelEvicted) -> None:
+    def model_evicted(self, model: str, reason: str) -> None:
         return None
 
     async def close(self) -> None:

@@ -207,9 +207,7 @@ class Catalogue:
         entry = self._known_or_aliased(name)
         if entry is None or entry.problem is not None:
             await self.refresh()
-            entry = self._known_or_aliased(name)
-        if entry is None and self._settings.any_model:
-            entry = self.known(None)
+            entry = self.answering(name)
         if entry is not None and (entry.problem is None or self._given(entry)):
             return entry
         name = self.name(name) if entry is None else entry.name

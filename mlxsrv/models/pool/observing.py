@@ -7,45 +7,24 @@ import logging
 from collections.abc import Sequence
 from typing import Protocol
 
-from msgspec import Struct
-
 from mlxsrv.engine.events import Loaded
 from mlxsrv.logs import log
 
 _log = logging.getLogger("mlxsrv.models")
 
 
-class ModelLoaded(Struct, frozen=True):
-    """A model has been loaded."""
-
-    model: str
-    seconds: float
-    """The time of the load alone, without a download or a wait for memory."""
-    bytes: int
-
-
-class ModelFailed(Struct, frozen=True):
-    """A load, or the preparation for one, has failed."""
-
-    model: str
-    """"" if the catalogue does not know it, since clients can make up any number of names."""
-    reason: str
-
-
-class ModelEvicted(Struct, frozen=True):
-    """A model has been evicted."""
-
-    model: str
-    reason: str
-    """One word: "room" or "idle"."""
-
-
 class ModelObserver(Protocol):
     """Called on the event loop while the pool changes: must be quick, and must not raise."""
 
-    def model_loaded(self, event: ModelLoaded) -> None: ...
-    def model_failed(self, event: ModelFailed) -> None: ...
-    def model_evicted(self, event: ModelEvicted) -> None: ...
+    def model_loaded(self, model: str, seconds: float, bytes: int) -> None:
+        """A model has been loaded, in so many seconds: without a download or a wait for memory."""
+
+    def model_failed(self, model: str, reason: str) -> None:
+        """A load, or the preparation for one, has failed. The name is "" if the catalogue does not
+        know it, since clients can make up any number of names."""
+
+    def model_evicted(self, model: str, reason: str) -> None:
+        """A model has been evicted; the reason is one word: "room" or "idle"."""
 
 
 class LoadProblems:
@@ -56,15 +35,15 @@ class LoadProblems:
         self.proven: set[str] = set()
         """Models that have been loaded before."""
 
-    def model_loaded(self, event: ModelLoaded) -> None:
-        self.proven.add(event.model)
-        self.reasons.pop(event.model, None)
+    def model_loaded(self, model: str, seconds: float, bytes: int) -> None:
+        self.proven.add(model)
+        self.reasons.pop(model, None)
 
-    def model_failed(self, event: ModelFailed) -> None:
-        if event.model:
-            self.reasons[event.model] = event.reason
+    def model_failed(self, model: str, reason: str) -> None:
+        if model:
+            self.reasons[model] = reason
 
-    def model_evicted(self, event: ModelEvicted) -> None:
+    def model_evicted(self, model: str, reason: str) -> None:
         return
 
 
@@ -88,12 +67,12 @@ class PoolLog:
             batched=loaded.batched,
         )
         for observer in self._observers:
-            observer.model_loaded(ModelLoaded(loaded.model, seconds, loaded.bytes))
+            observer.model_loaded(loaded.model, seconds, loaded.bytes)
 
     def failed(self, model: str, error: Exception, *, known: bool) -> None:
         log(_log, logging.ERROR, "load failed", model=model, reason=str(error))
         for observer in self._observers:
-            observer.model_failed(ModelFailed(model if known else "", str(error)))
+            observer.model_failed(model if known else "", str(error))
 
     def evicted(self, loaded: Loaded, reason: str) -> None:
         """The first word of `reason` is the one that observers get."""
@@ -106,7 +85,7 @@ class PoolLog:
             bytes=loaded.bytes,
         )
         for observer in self._observers:
-            observer.model_evicted(ModelEvicted(loaded.model, reason.partition(" ")[0]))
+            observer.model_evicted(loaded.model, reason.partition(" ")[0])
 
     def divided(self, limit: int, left: int) -> None:
         """Weights have come or go: so many bytes are left for rows and cached prompts."""

@@ -32,7 +32,6 @@ from starlette.responses import Response
 
 from mlxsrv.errors import RouteNotFound
 from mlxsrv.generation.status import Health
-from mlxsrv.models.pool.observing import ModelEvicted, ModelFailed, ModelLoaded
 from mlxsrv.service.observing import Generated, Observer, RequestEnded, TokenCallback
 from mlxsrv.service.service import Service
 from mlxsrv.version import __version__
@@ -243,15 +242,15 @@ class Metrics(Observer):
         self._request_prompt.labels(model).observe(one.usage.prompt_tokens)
         self._request_tokens.labels(model).observe(one.usage.completion_tokens)
 
-    def model_loaded(self, event: ModelLoaded) -> None:
-        self._loads.labels(event.model).inc()
-        self._load_seconds.labels(event.model).observe(event.seconds)
+    def model_loaded(self, model: str, seconds: float, bytes: int) -> None:
+        self._loads.labels(model).inc()
+        self._load_seconds.labels(model).observe(seconds)
 
-    def model_failed(self, event: ModelFailed) -> None:
-        self._load_failures.labels(event.model).inc()
+    def model_failed(self, model: str, reason: str) -> None:
+        self._load_failures.labels(model).inc()
 
-    def model_evicted(self, event: ModelEvicted) -> None:
-        self._evictions.labels(event.model, event.reason).inc()
+    def model_evicted(self, model: str, reason: str) -> None:
+        self._evictions.labels(model, reason).inc()
 
     # A scrape.
 
