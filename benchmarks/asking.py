@@ -25,6 +25,7 @@ from mlxsrv.engine.events import Token
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.generation.parameters import Constraint, Sampling
+from mlxsrv.prompts.grammars.calls import CallConstraint
 from mlxsrv.prompts.grammars.grammar import CompiledGrammar, GrammarCompiler
 from mlxsrv.prompts.grammars.specs import GrammarSpec, each_call
 from mlxsrv.prompts.tokenizer import Tokenizer
@@ -69,9 +70,10 @@ def ask_grammar(template: CompiledGrammar) -> Ask:
 def ask_calls(tokenizer: Tokenizer) -> Ask:
     """Calls held to a schema, in text that makes none: `--tool-grammar` while nothing is called."""
     spec = each_call([("f", _SCHEMA)], _START, _END)
-    grammar = tokenizer.calls.compile(spec, _START, param="x")
+    grammar = tokenizer.grammars.compile_call(spec, param="x")
     assert grammar is not None
-    return lambda job: (job, grammar.constraint(tokenizer.content_pipeline(thinking=False)))
+    content = tokenizer.content_pipeline
+    return lambda job: (job, CallConstraint(grammar, content(thinking=False)))
 
 
 def measure(

@@ -19,7 +19,7 @@ from mlxsrv.logs import log
 from mlxsrv.prompts.chat_template import ChatTemplate
 from mlxsrv.prompts.checkpoints import CheckpointFinder
 from mlxsrv.prompts.encoding import TextEncoder, TokenBudget, Truncation
-from mlxsrv.prompts.grammars.calls import CallCompiler
+from mlxsrv.prompts.grammars.calls import CallConstraint
 from mlxsrv.prompts.grammars.grammar import GrammarCompiler
 from mlxsrv.prompts.messages import Chat
 from mlxsrv.prompts.model_defaults import (
@@ -122,7 +122,6 @@ class Tokenizer:
         self.grammars = GrammarCompiler(
             self._wrapper._tokenizer, vocabulary=self.vocabulary, end_tokens=self.turn_ends
         )
-        self.calls = CallCompiler(self.grammars)
 
     def _find_capabilities(self) -> tuple[str, ...]:
         template = self.chat_template
@@ -170,10 +169,11 @@ class Tokenizer:
         Raises:
             GrammarRefused, UnsupportedParameter: as `GrammarCompiler.find`.
         """
+        compiled = self.grammars.find(grammar)
         if grammar.marker:
             content = self.content_pipeline(thinking=grammar.thinking)
-            return self.calls.find(grammar).constraint(content, self.think_markers)
-        return self.grammars.find(grammar).constraint(self.think_end if grammar.thinking else None)
+            return CallConstraint(compiled, content, self.think_markers)
+        return compiled.constraint(self.think_end if grammar.thinking else None)
 
     @property
     def calls_in_json(self) -> bool | None:

@@ -37,7 +37,6 @@ from mlxsrv.service.observing import Generated, Timing
 from mlxsrv.service.resources import Resources
 
 if TYPE_CHECKING:
-    from mlxsrv.prompts.grammars.calls import CallGrammar
     from mlxsrv.prompts.grammars.grammar import CompiledGrammar
     from mlxsrv.prompts.tokenizer import Tokenizer
 
@@ -88,7 +87,7 @@ class Reply:
         self._choices: Sequence[Choice] = ()
         self._engine: EngineClient | None = None  # set when the first job is submitted
         # Held so that the device thread finds it compiled, however late the jobs are admitted.
-        self._compiled: CompiledGrammar | CallGrammar | None = None
+        self._compiled: CompiledGrammar | None = None
         self._error: ServeError | None = None  # set: the state is FAILED, or CLOSED after that
         self._not_taken: Sequence[str] = ()  # fields that the model's template does not take
         self._prompt_tokens = 0
@@ -193,23 +192,17 @@ class Reply:
         )
         return factory.make()
 
-    async def _compile(
-        self, tokenizer: Tokenizer, planned: PromptPlan
-    ) -> CompiledGrammar | CallGrammar | None:
+    async def _compile(self, tokenizer: Tokenizer, planned: PromptPlan) -> CompiledGrammar | None:
         """The grammar of the answers, or of their calls. Takes up to seconds."""
         constraint = planned.constraint
         if constraint is None:
             return None
-        compile: Callable[[], CompiledGrammar | CallGrammar | None]
-        if constraint.calls_only and planned.dialect is not None:
-            marker = planned.dialect.start
-            compile = partial(
-                tokenizer.calls.compile, constraint.spec, marker, param=constraint.param
-            )
-        else:
-            compile = partial(tokenizer.grammars.compile, constraint.spec, param=constraint.param)
+        grammars = tokenizer.grammars
+        compile = grammars.compile_call if constraint.calls_only else grammars.compile
         return await anyio.to_thread.run_sync(
-            compile, abandon_on_cancel=True, limiter=self._lease.model.compiling
+            partial(compile, constraint.spec, param=constraint.param),
+            abandon_on_cancel=True,
+            limiter=self._lease.model.compiling,
         )
 
     def _submit(self, choice: Choice) -> None:

@@ -34,7 +34,7 @@ from tests.support.fixtures import ModelFolder
 from tests.support.scripted import cut, write_scripted
 from tests.support.tiny import CHAT_TEMPLATE, VOCABULARY, make_tokenizer
 
-pytestmark = [pytest.mark.served, pytest.mark.slow]  # a process of its own tries each grammar
+pytestmark = [pytest.mark.served, pytest.mark.slow]  # a process of its own checks each grammar
 
 CITY = {
     "type": "object",

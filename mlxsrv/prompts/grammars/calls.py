@@ -10,108 +10,34 @@ come, those are forbidden with which no call can begin.
 
 from __future__ import annotations
 
-import functools
-import logging
-from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
+from typing import TYPE_CHECKING
 
-import msgspec
-
-from mlxsrv.errors import InvalidRequest
-from mlxsrv.generation.parameters import Grammar, Mask
-from mlxsrv.logs import log
-from mlxsrv.prompts.grammars.grammar import (
-    CompiledGrammar,
-    GrammarCompiler,
-    GrammarConstraint,
-    LatestAndUsed,
-)
-from mlxsrv.prompts.grammars.specs import GrammarSpec
+from mlxsrv.generation.parameters import Mask
 from mlxsrv.text.channels import CONTENT
 from mlxsrv.text.pipeline import TextPipeline
 from mlxsrv.text.scan import Scanner
 
-_log = logging.getLogger("mlxsrv.engine")
-
-_CACHED = 16  # grammars that a model keeps
-
-
-class CallCompiler:
-    """Compiles the grammars of calls for one model. Any thread may use it."""
-
-    def __init__(self, grammars: GrammarCompiler) -> None:
-        self._grammars = grammars
-        self._usable = functools.lru_cache(maxsize=_CACHED)(self._try)
-        self._compiled = LatestAndUsed(_CACHED, self._compile)
-
-    def compile(self, spec: GrammarSpec, marker: str, *, param: str) -> CallGrammar | None:
-        """Return the compiled grammar of a call, which begins behind its opening `marker`.
-
-        No request asks for it. So if it cannot be used, the log says so, and the result is None.
-
-        Raises:
-            UnsupportedParameter: as `GrammarCompiler.prepare`.
-        """
-        self._grammars.prepare(param=param)
-        grammar = self._usable(spec, marker)
-        return None if grammar is None else self._compiled(grammar)
-
-    def find(self, grammar: Grammar) -> CallGrammar:
-        """Return the compiled grammar of a call, as `GrammarCompiler.find` does."""
-        return self._compiled(Grammar(grammar.text, grammar.by_characters, grammar.marker))
-
-    def _try(self, spec: GrammarSpec, marker: str) -> Grammar | None:
-        try:
-            compiled = self._grammars.compile(spec, param="tools")
-        except InvalidRequest as error:
-            log(_log, logging.WARNING, "tool calls not enforced", reason=error.message)
-            return None
-        return msgspec.structs.replace(compiled.grammar, marker=marker)
-
-    def _compile(self, grammar: Grammar) -> CallGrammar:
-        return CallGrammar(grammar, self._grammars.find(grammar))
-
-
-class CallGrammar:
-    """The compiled grammar of a call, for a model whose calls open with the grammar's marker.
-
-    Attributes:
-        grammar: what jobs carry of it.
-    """
-
-    def __init__(self, grammar: Grammar, compiled: CompiledGrammar) -> None:
-        self.grammar = grammar
-        self._compiled = compiled
-        self._refused = _find_refused(compiled, grammar.marker)
-
-    def constraint(self, text: TextPipeline, hidden: Collection[int] = ()) -> CallConstraint:
-        """Return the constraint of one answer.
-
-        Args:
-            text: tells the answer's content, with markers of calls, from its thoughts.
-            hidden: tokens that are markers wherever they stand, so no call may have them.
-        """
-        allowed = ~self._compiled.mask(hidden)
-        marker = self.grammar.marker
-        return CallConstraint(text, marker, self._compiled, self._refused, allowed)
+if TYPE_CHECKING:
+    from mlxsrv.prompts.grammars.grammar import CompiledGrammar, GrammarConstraint
 
 
 class CallConstraint:
-    """The calls of one answer; see `CallGrammar`."""
+    """The calls of one answer.
+
+    Args:
+        grammar: that of one call, for a model whose calls open with the grammar's marker.
+        text: the stages that part the answer's content, with markers of calls, from its thoughts.
+        hidden: tokens that are markers wherever they stand, so no call may have them.
+    """
 
     def __init__(
-        self,
-        text: TextPipeline,
-        marker: str,
-        grammar: CompiledGrammar,
-        refused: Mapping[int, Mask],
-        allowed: Mask,
+        self, grammar: CompiledGrammar, text: TextPipeline, hidden: Collection[int] = ()
     ) -> None:
         self._text = text
-        self._markers = Scanner([marker])
+        self._markers = Scanner([grammar.grammar.marker])
         self._grammar = grammar
-        self._refused = refused
-        self._allowed = allowed
+        self._allowed = ~grammar.mask(hidden)
         self._tail = ""  # the beginning of a marker, if the content ends in one
         self._call: GrammarConstraint | None = None  # the call that is being written
         self.dormant = True
@@ -119,7 +45,7 @@ class CallConstraint:
 
     def fill(self, mask: Mask) -> None:
         if self._call is None:
-            mask &= ~self._refused[len(self._tail)]
+            mask &= ~self._grammar.refused[len(self._tail)]
             return
         self._call.fill(mask)
         if self._call.failure is not None:  # the log has it; the answer goes on without a grammar
@@ -145,7 +71,7 @@ class CallConstraint:
         if found is None:
             held = self._markers.held(text)
             self._tail = text[len(text) - held :]
-            self.dormant = held not in self._refused
+            self.dormant = held not in self._grammar.refused
             return
         self._tail = ""
         self._call = self._grammar.begin_within(text[found[1] :])
@@ -154,20 +80,3 @@ class CallConstraint:
     def _leave(self) -> None:
         self._call = None
         self.dormant = True
-
-
-def _find_refused(grammar: CompiledGrammar, marker: str) -> dict[int, Mask]:
-    """Return the tokens that may not come behind so many characters of a marker: they write the
-    rest of it and more, with which the grammar does not begin."""
-    rests = {size: marker[size:].encode() for size in range(1, len(marker))}
-    last = marker[-1].encode()
-    refused: defaultdict[int, list[int]] = defaultdict(list)
-    for token, spelling in grammar.spellings():
-        if last not in spelling:
-            continue
-        for size, rest in rests.items():
-            if spelling.startswith(rest) and len(spelling) > len(rest):
-                more = spelling[len(rest) :].decode(errors="replace")
-                if grammar.begin_within(more) is None:
-                    refused[size].append(token)
-    return {size: grammar.mask(tokens) for size, tokens in refused.items()}

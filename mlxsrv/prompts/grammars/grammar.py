@@ -1,7 +1,7 @@
 """Structured output: which tokens may come next, so that the text stays within a grammar.
 
 llguidance compiles a JSON schema, a regex, a list of choices, a Lark grammar or the calls of some
-tools, and tells at each step which tokens may follow. This module adds limits, a cache, the model's
+tools, and says at each step which tokens may follow. This module adds limits, a cache, the model's
 own end tokens, and reasoning, which comes before the constrained text and is free.
 
 A text that ends by itself, and not at its token limit, is one that the grammar describes. JSON may
@@ -14,8 +14,9 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -25,7 +26,7 @@ from mlxsrv.errors import InvalidRequest, UnsupportedParameter
 from mlxsrv.generation.parameters import Constraint, Grammar, Mask
 from mlxsrv.logs import log
 from mlxsrv.prompts.grammars.checks import one_line
-from mlxsrv.prompts.grammars.specs import GrammarRefused, GrammarSpec
+from mlxsrv.prompts.grammars.specs import GrammarRefused, GrammarSpec, ToolGrammar
 from mlxsrv.prompts.grammars.translation import translate, without_forcing
 
 if TYPE_CHECKING:
@@ -41,35 +42,6 @@ _WALKED = 4  # tokens
 # character needs more; a step of 150,000 tokens then takes at most 0.1 s.
 _ITEMS = 50_000, 2_000
 _ITEMS_OF_CHARACTERS = 1_000_000, 5_000
-
-K = TypeVar("K", bound=Hashable)
-V = TypeVar("V")
-
-
-class LatestAndUsed(Generic[K, V]):
-    """A cache of the values that were asked for last, and of all that somebody else holds.
-
-    Any thread may call it. Two that ask for the same new value at once may both make it.
-
-    Args:
-        size: how many of the latest values are kept.
-        make: makes a value.
-    """
-
-    def __init__(self, size: int, make: Callable[[K], V]) -> None:
-        self._make = make
-        self._used: WeakValueDictionary[K, V] = WeakValueDictionary()
-        self._latest = functools.lru_cache(maxsize=size)(self._find)
-
-    def __call__(self, key: K) -> V:
-        """Return the value of `key`, made if need be. Raises what `make` raises."""
-        return self._latest(key)
-
-    def _find(self, key: K) -> V:
-        value = self._used.get(key)
-        if value is None:
-            value = self._used[key] = self._make(key)
-        return value
 
 
 class _Vocabulary(msgspec.Struct, frozen=True):
@@ -106,7 +78,10 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._vocabulary: _Vocabulary | None = None
         self._translated = functools.lru_cache(maxsize=_CACHED)(self._translate)
-        self._compiled = LatestAndUsed(_CACHED, self._compile)
+        self._usable = functools.lru_cache(maxsize=_CACHED)(self._is_usable)
+        # The latest compiled grammars, and all that an answer still has.
+        self._used: WeakValueDictionary[Grammar, CompiledGrammar] = WeakValueDictionary()
+        self._compiled = functools.lru_cache(maxsize=_CACHED)(self._compile)
 
     def prepare(self, *, param: str) -> None:
         """Derive all that is needed from the tokenizer, once: a second for 150,000 tokens.
@@ -122,7 +97,7 @@ class GrammarCompiler:
     def compile(self, spec: GrammarSpec, *, param: str) -> CompiledGrammar:
         """Return the compiled grammar, from the cache if it was compiled lately.
 
-        A new one is first tried in the sandbox, for up to 5 s. Not for the event loop.
+        A new one is first checked in the sandbox, for up to 5 s. Not for the event loop.
 
         Raises:
             InvalidRequest: the grammar is not valid, not supported, or too much.
@@ -134,16 +109,27 @@ class GrammarCompiler:
         except GrammarRefused as error:
             raise InvalidRequest(f"{param}: {error}", param=param) from None
 
+    def compile_call(self, spec: GrammarSpec, *, param: str) -> CompiledGrammar | None:
+        """Return the compiled grammar of a call that a model may make, as `compile` does.
+
+        No request asks for it. So if it cannot be used, the log says so, and the result is None.
+
+        Raises:
+            UnsupportedParameter: as `prepare`.
+        """
+        self._derived(param)
+        return self.compile(spec, param=param) if self._usable(spec) else None
+
     def find(self, grammar: Grammar) -> CompiledGrammar:
         """Return what `compile` has returned for the same text; it is compiled again only if nobody
-        has that any more. It is not tried in the sandbox: it was, when the text was made.
+        has that any more. It is not checked in the sandbox: it was, when the text was made.
 
         Raises:
             GrammarRefused: another version of llguidance made the text.
             UnsupportedParameter: as `prepare`.
         """
         self._derived("grammar")
-        return self._compiled(Grammar(grammar.text, grammar.by_characters))
+        return self._compiled(Grammar(grammar.text, grammar.by_characters, grammar.marker))
 
     def _derived(self, param: str) -> _Vocabulary:
         with self._lock:
@@ -187,11 +173,24 @@ class GrammarCompiler:
         text = translate(spec, vocabulary.tokenizer)
         if any(name in text.replace("\\", "") for name in vocabulary.added):
             text = without_forcing(text)
-        return Grammar(text, by_characters=spec.kind == "gbnf")
+        calls = spec.kind == "call"
+        marker = msgspec.json.decode(spec.text, type=ToolGrammar).start if calls else ""
+        return Grammar(text, by_characters=spec.kind == "gbnf", marker=marker)
+
+    def _is_usable(self, spec: GrammarSpec) -> bool:
+        try:
+            self.compile(spec, param="tools")
+        except InvalidRequest as error:
+            log(_log, logging.WARNING, "tool calls not enforced", reason=error.message)
+            return False
+        return True
 
     def _compile(self, grammar: Grammar) -> CompiledGrammar:
+        """Compile a grammar, unless an answer has it. Two threads may compile the same one."""
         from llguidance import LLMatcher, LLParserLimits
 
+        if (used := self._used.get(grammar)) is not None:
+            return used
         vocabulary = self._vocabulary
         assert vocabulary is not None  # its callers have derived it
         # Not verbose: errors are logged, and a model's text does not belong in the log.
@@ -200,20 +199,25 @@ class GrammarCompiler:
         matcher = LLMatcher(vocabulary.tokenizer, grammar.text, log_level=0, limits=limits)
         if reason := matcher.get_error() or _first_error(matcher.deep_copy()):
             raise GrammarRefused(one_line(reason))
-        return CompiledGrammar(grammar, matcher, vocabulary)
+        compiled = self._used[grammar] = CompiledGrammar(grammar, matcher, vocabulary)
+        return compiled
 
 
 class CompiledGrammar:
     """A compiled grammar. Any thread may use it.
 
     Attributes:
-        grammar: what jobs carry of it.
+        grammar: the part of it that jobs carry.
+        refused: for the grammar of a call: by the number of characters of the marker that have
+            come, the tokens that may not come next. They write the rest of the marker and more,
+            with which the grammar does not begin.
     """
 
     def __init__(self, grammar: Grammar, matcher: LLMatcher, vocabulary: _Vocabulary) -> None:
         self.grammar = grammar
         self._matcher = matcher  # stays at the beginning; copies of it are used
         self._vocabulary = vocabulary
+        self.refused = self._find_refused(grammar.marker) if grammar.marker else {}
 
     def constraint(self, think_end: Sequence[int] | None = None) -> Constraint:
         """Return the grammar at its beginning, for one answer.
@@ -245,11 +249,20 @@ class CompiledGrammar:
         size = len(self._vocabulary.known) * 32
         return _bits((token for token in tokens if token < size), size)
 
-    def spellings(self) -> Iterator[tuple[int, bytes]]:
-        """Yield all tokens of the model and the bytes that they write."""
+    def _find_refused(self, marker: str) -> dict[int, Mask]:
         tokenizer = self._vocabulary.tokenizer
+        rests = {size: marker[size:].encode() for size in range(1, len(marker))}
+        refused: defaultdict[int, list[int]] = defaultdict(list)
         for token in range(min(len(self._vocabulary.known) * 32, tokenizer.vocab_size)):
-            yield token, tokenizer.decode_bytes([token])
+            spelling = tokenizer.decode_bytes([token])
+            if marker[-1].encode() not in spelling:
+                continue
+            for size, rest in rests.items():
+                more = spelling.removeprefix(rest)
+                goes_on = len(spelling) > len(more) > 0
+                if goes_on and self.begin_within(more.decode(errors="replace")) is None:
+                    refused[size].append(token)
+        return {size: self.mask(tokens) for size, tokens in refused.items()}
 
 
 class GrammarConstraint:

@@ -389,7 +389,7 @@ def _remove_endless(schema: JSONSchema) -> None:
         if len(endless) == left:
             break
     else:
-        return  # too deep to tell
+        return  # too deep to decide
     if "#" in endless:
         raise SchemaError("nothing can satisfy it")
     for target in endless:
@@ -401,7 +401,7 @@ def _remove_endless(schema: JSONSchema) -> None:
 
 
 def _ends(node: Node, endless: Collection[str]) -> bool:
-    """Whether some finite value may satisfy the schema, as far as its structure tells.
+    """Whether some finite value may satisfy the schema, as far as its structure says.
 
     Args:
         endless: references to schemas for which that is not known.

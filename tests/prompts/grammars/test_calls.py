@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from mlxsrv.generation.parameters import Mask
-from mlxsrv.prompts.grammars.calls import CallConstraint, CallGrammar
+from mlxsrv.prompts.grammars.calls import CallConstraint
+from mlxsrv.prompts.grammars.grammar import CompiledGrammar
 from mlxsrv.prompts.grammars.specs import each_call
 from mlxsrv.prompts.tokenizer import Tokenizer
 from mlxsrv.text.pipeline import OutputPart
@@ -25,7 +26,7 @@ from tests.support.fixtures import ModelFolder
 from tests.support.scripted import spell, write_scripted
 from tests.support.tiny import END_TOKENS
 
-pytestmark = pytest.mark.served  # a process of its own tries each grammar
+pytestmark = pytest.mark.served  # a process of its own checks each grammar
 
 START, END = "<tool_call>", "</tool_call>"
 CITY = {
@@ -44,8 +45,8 @@ def tokenizer(model_folder: ModelFolder) -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def grammar(tokenizer: Tokenizer) -> CallGrammar:
-    compiled = tokenizer.calls.compile(each_call(TOOLS, START, END), START, param="tools")
+def grammar(tokenizer: Tokenizer) -> CompiledGrammar:
+    compiled = tokenizer.grammars.compile_call(each_call(TOOLS, START, END), param="tools")
     assert compiled is not None
     return compiled
 
@@ -54,10 +55,10 @@ class Row:
     """One answer: its constraint, and the stages that make text of it."""
 
     def __init__(
-        self, tokenizer: Tokenizer, grammar: CallGrammar, *, thinking: bool = False
+        self, tokenizer: Tokenizer, grammar: CompiledGrammar, *, thinking: bool = False
     ) -> None:
         content = tokenizer.content_pipeline(thinking=thinking)
-        self.constraint: CallConstraint = grammar.constraint(content, tokenizer.think_markers)
+        self.constraint = CallConstraint(grammar, content, tokenizer.think_markers)
         dialect = tokenizer.dialect([{"function": {"name": name}} for name in SCHEMAS])
         assert dialect is not None
         self.stage = ToolCalls(dialect)
@@ -104,7 +105,7 @@ def spelled(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def test_every_call_that_is_started_is_a_good_one(
-    tokenizer: Tokenizer, grammar: CallGrammar
+    tokenizer: Tokenizer, grammar: CompiledGrammar
 ) -> None:
     """Whatever is drawn of what the mask leaves, and however the marker is spelled."""
     texts = [tokenizer.decode([token]) for token in range(tokenizer.vocabulary)]
@@ -147,7 +148,7 @@ def test_every_call_that_is_started_is_a_good_one(
 CALL = '{"name": "weather", "arguments": {"city": "Paris"}}'
 
 
-def test_a_row_is_free_outside_of_its_calls(tokenizer: Tokenizer, grammar: CallGrammar) -> None:
+def test_a_row_is_free_outside_of_its_calls(tokenizer: Tokenizer, grammar: CompiledGrammar) -> None:
     row = Row(tokenizer, grammar)
     for text in ("I look. <tool", "_x> < ", START, f"\n{CALL}\n{END}", "\n", START, CALL):
         row.draw(*ids(tokenizer, text))
@@ -158,7 +159,7 @@ def test_a_row_is_free_outside_of_its_calls(tokenizer: Tokenizer, grammar: CallG
 
 
 def test_a_call_begins_behind_its_marker_however_that_is_spelled(
-    tokenizer: Tokenizer, grammar: CallGrammar
+    tokenizer: Tokenizer, grammar: CompiledGrammar
 ) -> None:
     row = Row(tokenizer, grammar)
     row.draw(*spelled(tokenizer, "a " + START))
@@ -172,7 +173,7 @@ def test_a_call_begins_behind_its_marker_however_that_is_spelled(
 
 @pytest.mark.parametrize("thinking", [True, False])
 def test_a_marker_in_a_think_block_opens_no_call(
-    tokenizer: Tokenizer, grammar: CallGrammar, thinking: bool
+    tokenizer: Tokenizer, grammar: CompiledGrammar, thinking: bool
 ) -> None:
     row = Row(tokenizer, grammar, thinking=thinking)
     block = f"I may say {START} here.</think>\n\n"
@@ -185,7 +186,9 @@ def test_a_marker_in_a_think_block_opens_no_call(
     assert row.end() == [("weather", '{"city": "Paris"}')]
 
 
-def test_a_call_has_no_marker_of_thoughts_in_it(tokenizer: Tokenizer, grammar: CallGrammar) -> None:
+def test_a_call_has_no_marker_of_thoughts_in_it(
+    tokenizer: Tokenizer, grammar: CompiledGrammar
+) -> None:
     row = Row(tokenizer, grammar)
     row.draw(*ids(tokenizer, START + '{"name": "weather", "arguments": {"city": "'))
     [think] = ids(tokenizer, "<think>")
@@ -197,7 +200,7 @@ def test_a_token_that_ends_the_marker_and_goes_on_wrongly_is_forbidden(
     served_tokenizer: tuple[Tokenizer, dict[str, int]],
 ) -> None:
     tokenizer, tokens = served_tokenizer
-    grammar = tokenizer.calls.compile(each_call(TOOLS, START, END), START, param="tools")
+    grammar = tokenizer.grammars.compile_call(each_call(TOOLS, START, END), param="tools")
     assert grammar is not None
     row = Row(tokenizer, grammar)
     row.draw(*spelled(tokenizer, "<tool_cal"))
@@ -226,8 +229,8 @@ def test_a_schema_that_cannot_be_used_leaves_its_tool_free(
     odd = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=x)y"}}}
     with caplog.at_level(logging.WARNING, "mlxsrv"):
         spec = each_call([("odd", odd), *TOOLS], START, END)
-        grammar = tokenizer.calls.compile(spec, START, param="tools")
-        assert tokenizer.calls.compile(spec, START, param="tools") is grammar
+        grammar = tokenizer.grammars.compile_call(spec, param="tools")
+        assert tokenizer.grammars.compile_call(spec, param="tools") is grammar
     assert grammar is not None
     [line] = caplog.records
     assert line.message == "tool schema not enforced"
@@ -257,7 +260,7 @@ def test_many_tools_are_tried_in_a_few_processes(
     both = {"properties": {"a": {"oneOf": [{"type": "string"}, {"const": "x"}]}}}
     with caplog.at_level(logging.WARNING, "mlxsrv"):
         spec = each_call([*tools[:5], ("both", both), *tools[5:]], START, END)
-        grammar = tokenizer.calls.compile(spec, START, param="tools")
+        grammar = tokenizer.grammars.compile_call(spec, param="tools")
     assert 0 < len(started) <= 4
     assert [vars(line)["mlxsrv_fields"]["tool"] for line in caplog.records] == ["both"]
     assert grammar is not None
@@ -273,6 +276,6 @@ def test_a_grammar_that_is_too_much_is_left_out(
 ) -> None:
     huge = each_call([("f", {"enum": ["x" * 2**20]})], START, END)
     with caplog.at_level(logging.WARNING, "mlxsrv"):
-        assert tokenizer.calls.compile(huge, START, param="tools") is None
-        assert tokenizer.calls.compile(huge, START, param="tools") is None
+        assert tokenizer.grammars.compile_call(huge, param="tools") is None
+        assert tokenizer.grammars.compile_call(huge, param="tools") is None
     assert caplog.messages == ["tool calls not enforced"]

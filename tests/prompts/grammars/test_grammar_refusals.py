@@ -23,7 +23,7 @@ from tests.text.conftest import sentencepiece, wordpiece  # noqa: F401 (fixtures
 
 __all__ = ["model"]
 
-pytestmark = pytest.mark.served  # a process of its own tries each grammar
+pytestmark = pytest.mark.served  # a process of its own checks each grammar
 
 # What is refused.
 
