@@ -167,9 +167,9 @@ class Tokenizer:
         and takes some microseconds; else the grammar is compiled here.
 
         Raises:
-            GrammarRefused, UnsupportedParameter: as `GrammarCompiler.find`.
+            GrammarRefused, UnsupportedParameter: as `GrammarCompiler.recall`.
         """
-        compiled = self.grammars.find(grammar)
+        compiled = self.grammars.recall(grammar)
         if grammar.marker:
             content = self.content_pipeline(thinking=grammar.thinking)
             return CallConstraint(compiled, content, self.think_markers)

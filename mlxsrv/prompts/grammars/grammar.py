@@ -86,13 +86,14 @@ class GrammarCompiler:
     def prepare(self, *, param: str) -> None:
         """Derive all that is needed from the tokenizer, once: a second for 150,000 tokens.
 
-        `compile` does it too. Nothing else reads the tokenizer, which one thread at a time may use.
-        So a caller prepares while it has the tokenizer, and compiles without it.
+        The other methods do it, too.
 
         Raises:
             UnsupportedParameter: llguidance is not installed or cannot use the tokenizer.
         """
-        self._derived(param)
+        with self._lock:
+            if self._vocabulary is None:
+                self._vocabulary = self._derive(param)
 
     def compile(self, spec: GrammarSpec, *, param: str) -> CompiledGrammar:
         """Return the compiled grammar, from the cache if it was compiled lately.
@@ -103,7 +104,7 @@ class GrammarCompiler:
             InvalidRequest: the grammar is not valid, not supported, or too much.
             UnsupportedParameter: as `prepare`.
         """
-        self._derived(param)
+        self.prepare(param=param)
         try:
             return self._compiled(self._translated(spec))
         except GrammarRefused as error:
@@ -117,10 +118,10 @@ class GrammarCompiler:
         Raises:
             UnsupportedParameter: as `prepare`.
         """
-        self._derived(param)
+        self.prepare(param=param)
         return self.compile(spec, param=param) if self._usable(spec) else None
 
-    def find(self, grammar: Grammar) -> CompiledGrammar:
+    def recall(self, grammar: Grammar) -> CompiledGrammar:
         """Return what `compile` has returned for the same text; it is compiled again only if nobody
         has that any more. It is not checked in the sandbox: it was, when the text was made.
 
@@ -128,14 +129,8 @@ class GrammarCompiler:
             GrammarRefused: another version of llguidance made the text.
             UnsupportedParameter: as `prepare`.
         """
-        self._derived("grammar")
+        self.prepare(param="grammar")
         return self._compiled(Grammar(grammar.text, grammar.by_characters, grammar.marker))
-
-    def _derived(self, param: str) -> _Vocabulary:
-        with self._lock:
-            if self._vocabulary is None:
-                self._vocabulary = self._derive(param)
-            return self._vocabulary
 
     def _derive(self, param: str) -> _Vocabulary:
         try:

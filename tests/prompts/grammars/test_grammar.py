@@ -325,7 +325,7 @@ def test_a_grammar_is_compiled_once_while_it_is_in_use(
     compiled("c")
     compiled("d")
     assert compiled("a") is first  # somebody holds it
-    assert few.find(Grammar(first.grammar.text, thinking=True)) is first
+    assert few.recall(Grammar(first.grammar.text, thinking=True)) is first
     gone = weakref.ref(first)
     del first
     assert compiled("a") is gone()
