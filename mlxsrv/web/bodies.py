@@ -143,11 +143,11 @@ class IgnoredFields:
         # A value must not begin or end with a space.
         return {_IGNORED: text.strip()}
 
-    def add(self, headers: MutableMapping[str, str], names: Sequence[str]) -> None:
+    def add_to(self, headers: MutableMapping[str, str], names: Sequence[str]) -> None:
         """Name more fields in the header of a response."""
         for text in self.header(names).values():
-            told = headers.get(_IGNORED)
-            headers[_IGNORED] = f"{told}, {text}" if told else text
+            named = headers.get(_IGNORED)
+            headers[_IGNORED] = f"{named}, {text}" if named else text
 
     def _log(self, names: Sequence[str]) -> None:
         for name in names:

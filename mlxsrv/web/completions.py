@@ -27,12 +27,20 @@ CONVERSATION = "mlxsrv.conversation"
 digits, with which the response's id begins."""
 
 
-def generating(dialect: Dialect[R], operation: OperationName) -> Handler:
-    """Return the handler of a route that generates text."""
+def generating(
+    dialect: Dialect[R], operation: OperationName, *, id_header: str | None = None
+) -> Handler:
+    """Return the handler of a route that generates text.
+
+    Args:
+        id_header: a header for the id of the request, besides X-Request-ID.
+    """
 
     async def endpoint(request: Request) -> Response:
         record_of(request.scope).operation = operation
         asked, headers = await read_request(request, dialect.requests)
+        if id_header is not None:
+            headers = {**headers, id_header: request_id(request.scope)}
         reply = await start_reply(request, dialect, asked.spec)
         return answer(reply, dialect.builder(asked, reply.identity), headers)
 

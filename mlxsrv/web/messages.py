@@ -1,15 +1,12 @@
-"""Handlers of Anthropic's routes."""
+"""Handlers of Anthropic's messages. Its list of models has a path of OpenAI's: see `status.py`."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlxsrv.web.completions import answer, start_reply
+from mlxsrv.web.completions import generating
 from mlxsrv.web.middleware import request_id
-from mlxsrv.web.observability.records import record_of
 from mlxsrv.web.paths import Endpoint
 from mlxsrv.web.reading import read_aside, read_request, service_of
 from mlxsrv.web.responses import JSONResponse, unless_gone
@@ -19,14 +16,11 @@ from mlxsrv.wire.anthropic.answers import (
     AnthropicMessage,
     MessageEvent,
     TokenCount,
-    anthropic_model,
-    anthropic_models,
 )
 from mlxsrv.wire.anthropic.errors import ERRORS, REQUEST_ID
 from mlxsrv.wire.anthropic.requests import MESSAGES_REQUESTS
 
-
-@Endpoint(
+create_message = Endpoint(
     "POST",
     "/v1/messages",
     "createMessage",
@@ -36,13 +30,7 @@ from mlxsrv.wire.anthropic.requests import MESSAGES_REQUESTS
     answer=AnthropicMessage,
     chunk=MessageEvent,
     refuses=ERRORS,
-)
-async def create_message(request: Request) -> Response:
-    record_of(request.scope).operation = "chat"
-    asked, headers = await read_request(request, MESSAGES_REQUESTS)
-    reply = await start_reply(request, MESSAGES, asked.spec)
-    builder = MESSAGES.builder(asked, reply.identity)
-    return answer(reply, builder, {**headers, **_identity(request)})
+)(generating(MESSAGES, "chat", id_header=REQUEST_ID))
 
 
 @Endpoint(
@@ -60,19 +48,5 @@ async def count_tokens(request: Request) -> Response:
     spec = await read_aside(request, asked.spec)
     work = service_of(request).count_tokens(spec, client_of(request, spec.user))
     count = await unless_gone(request.receive, work)
-    return JSONResponse(TokenCount(count), headers={**headers, **_identity(request)})
-
-
-async def list_models(request: Request) -> Response:
-    models = anthropic_models(await service_of(request).models())
-    return JSONResponse(models, headers=_identity(request))
-
-
-async def get_model(request: Request) -> Response:
-    model = anthropic_model(await service_of(request).model(request.path_params["id"]))
-    return JSONResponse(model, headers=_identity(request))
-
-
-def _identity(request: Request) -> Mapping[str, str]:
-    """The id of the request where Anthropic's clients read it."""
-    return {REQUEST_ID: request_id(request.scope)}
+    own = {REQUEST_ID: request_id(request.scope)}
+    return JSONResponse(TokenCount(count), headers={**headers, **own})

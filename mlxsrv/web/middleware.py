@@ -34,7 +34,7 @@ def request_id(scope: Scope) -> str:
 
 
 class RequestLog:
-    """Gives each request its id, logs one line at its end, tells the observers, and turns a bug
+    """Gives each request its id, logs one line at its end, informs the observers, and turns a bug
     into a 500."""
 
     def __init__(self, app: ASGIApp, observers: Sequence[Observer]) -> None:
@@ -80,9 +80,9 @@ class RequestLog:
                 seconds=time.monotonic() - record.begun,
                 request=identity,
             )
-            self._tell(record.end(scope, status, identity))
+            self._inform(record.end(scope, status, identity))
 
-    def _tell(self, ended: RequestEnded) -> None:
+    def _inform(self, ended: RequestEnded) -> None:
         for observer in self._observers:
             try:
                 observer.ended(ended)

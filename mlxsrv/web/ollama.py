@@ -108,8 +108,8 @@ def _generating(
         if asked.is_empty:
             record.operation = None  # it asks for no text
             reason = await _load(request, asked.model, read_keep_alive(asked.keep_alive))
-            told = empty(model=asked.model, created_at=ollama_time(), done=True, done_reason=reason)
-            return JSONResponse(told, headers=headers)
+            done = empty(model=asked.model, created_at=ollama_time(), done=True, done_reason=reason)
+            return JSONResponse(done, headers=headers)
         reply = await start_reply(request, dialect, asked.spec)
         return answer(reply, dialect.builder(asked, reply.identity), headers)
 
@@ -173,14 +173,14 @@ async def embed(request: Request) -> Response:
         made = await _embed(request, asked.to_spec())
         vectors = await anyio.to_thread.run_sync(made.vectors.tolist)
         tokens, load = made.tokens, made.load_seconds
-    told = OllamaEmbeddings(
+    embeddings = OllamaEmbeddings(
         model=asked.model,
         embeddings=vectors,
         total_duration=nanoseconds(monotonic() - begun),
         load_duration=nanoseconds(load),
         prompt_eval_count=tokens,
     )
-    return await large_json(told, headers)
+    return await large_json(embeddings, headers)
 
 
 @_OllamaEndpoint(

@@ -53,7 +53,7 @@ def is_verbose(scope: Scope) -> bool:
 
 
 def speaks_anthropic(scope: Scope) -> bool:
-    """Whether the client is one of Anthropic's: some routes, and no route at all, are told in the
+    """Whether the client is one of Anthropic's: some routes, and no route at all, answer in the
     client's own dialect."""
     return any(name == b"anthropic-version" for name, _ in scope["headers"])
 

@@ -64,6 +64,6 @@ async def read_aside(request: Request, work: Callable[[], V]) -> V:
 
 
 def note_asked(request: Request, asked: AskedOfModel) -> None:
-    """Tell the observers what a model is asked for."""
+    """Note for the observers what a model is asked for."""
     record = record_of(request.scope)
     record.asked, record.model = asked, service_of(request).pool.catalogue.label(asked.model)

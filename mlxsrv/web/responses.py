@@ -104,7 +104,7 @@ class ReplyStream(StreamingResponse):
             except ServeError as error:
                 await refusal(scope, error)(scope, receive, send)
             else:
-                scope["app"].ignored.add(self.headers, self._reply.ignored)
+                scope["app"].ignored.add_to(self.headers, self._reply.ignored)
                 await self.stream_response(send)
 
     async def _frames(self) -> AsyncIterator[bytes]:
@@ -137,7 +137,7 @@ class ReplyBody(Response):
         async with _answering(self._reply, receive):
             try:
                 response: Response = JSONResponse(await self._whole(), headers=self._given)
-                scope["app"].ignored.add(response.headers, self._reply.ignored)
+                scope["app"].ignored.add_to(response.headers, self._reply.ignored)
             except ServeError as error:
                 response = refusal(scope, error)
             await response(scope, receive, send)

@@ -77,7 +77,7 @@ async def count_input_tokens(request: Request) -> Response:
     work = service_of(request).count_tokens(spec, client_of(request, spec.user))
     count = await unless_gone(request.receive, work)
     response = JSONResponse(InputTokens(input_tokens=count), headers=headers)
-    request.app.ignored.add(response.headers, spec.ignored)
+    request.app.ignored.add_to(response.headers, spec.ignored)
     return response
 
 

@@ -1,4 +1,4 @@
-"""Handlers of the routes that tell about the server: its models and its health."""
+"""Handlers of the routes about the server: its models and its health."""
 
 from __future__ import annotations
 
@@ -7,13 +7,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlxsrv.generation.status import Health, ModelObject
-from mlxsrv.web import messages
+from mlxsrv.web.middleware import request_id
 from mlxsrv.web.observability.records import record_of
 from mlxsrv.web.observability.totals import Totals
 from mlxsrv.web.paths import Endpoint, is_verbose, speaks_anthropic
 from mlxsrv.web.reading import service_of
 from mlxsrv.web.responses import JSONResponse
-from mlxsrv.wire.anthropic.answers import AnthropicModel, AnthropicModelList
+from mlxsrv.wire.anthropic.answers import (
+    AnthropicModel,
+    AnthropicModelList,
+    anthropic_model,
+    anthropic_models,
+)
+from mlxsrv.wire.anthropic.errors import REQUEST_ID
 from mlxsrv.wire.openai.answers import ModelList
 
 
@@ -27,9 +33,10 @@ from mlxsrv.wire.openai.answers import ModelList
     other_answer=AnthropicModelList,
 )
 async def list_models(request: Request) -> Response:
+    models = await service_of(request).models()
     if speaks_anthropic(request.scope):
-        return await messages.list_models(request)
-    return JSONResponse(ModelList(data=await service_of(request).models()))
+        return JSONResponse(anthropic_models(models), headers=_anthropic_headers(request))
+    return JSONResponse(ModelList(data=models))
 
 
 @Endpoint(
@@ -44,9 +51,14 @@ async def list_models(request: Request) -> Response:
     fails=(404,),
 )
 async def get_model(request: Request) -> Response:
+    model = await service_of(request).model(request.path_params["id"])
     if speaks_anthropic(request.scope):
-        return await messages.get_model(request)
-    return JSONResponse(await service_of(request).model(request.path_params["id"]))
+        return JSONResponse(anthropic_model(model), headers=_anthropic_headers(request))
+    return JSONResponse(model)
+
+
+def _anthropic_headers(request: Request) -> dict[str, str]:
+    return {REQUEST_ID: request_id(request.scope)}
 
 
 @Endpoint(

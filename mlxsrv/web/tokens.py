@@ -82,5 +82,5 @@ async def apply_template(request: Request) -> Response:
     spec = await read_aside(request, asked.spec)
     work = service_of(request).apply_template(spec, client_of(request, spec.user))
     response = await large_json(await unless_gone(request.receive, work), headers)
-    request.app.ignored.add(response.headers, spec.ignored)
+    request.app.ignored.add_to(response.headers, spec.ignored)
     return response

@@ -13,7 +13,6 @@ import msgspec
 from msgspec import Struct
 
 from mlxsrv.errors import InvalidJSON, InvalidRequest, MissingParameter, UnsupportedParameter
-from mlxsrv.wire.surrogates import mend_surrogates
 from mlxsrv.wire.unknown import Fields
 
 T = TypeVar("T", bound=Struct)
@@ -81,7 +80,7 @@ class RequestDecoder(Generic[T]):
 
     def _read(self, body: bytes) -> tuple[T, list[str]]:
         request = _decode(self._decoder.decode, body)
-        unknown, ignored = _decode(self._known.read, body)
+        unknown, ignored = _decode(self._known.unknown_in, body)
         for name, value in unknown.items():
             if name in self.neutral:
                 self._require_neutral(name, _decode(msgspec.json.decode, value))
@@ -129,7 +128,7 @@ def read_query(kind: type[T], values: Mapping[str, str]) -> T:
 
 
 def decode_part(decode: Callable[[Any], D], data: bytes | msgspec.Raw, path: str) -> D:
-    """Decode a part of a body that was left as it is, because its type tells what it holds.
+    """Decode a part of a body that was left as it is, because its own field `type` says what it is.
 
     Args:
         path: of the part in the body.
@@ -250,3 +249,23 @@ def _entries(data: bytes | msgspec.Raw, names: list[str]) -> dict[str, msgspec.R
         return msgspec.json.decode(data, type=dict[str, msgspec.Raw])
     except (msgspec.DecodeError, RecursionError):
         return {}
+
+
+# Halves of surrogate pairs, which are no characters.
+
+_HALF = rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}"
+_PAIR = rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+# A sound part, and the half behind it. Possessive, so that a body of 30 MB is gone through once. A
+# backslash takes what is escaped along.
+_PART = re.compile(
+    rb"((?:[^\\]++|" + _PAIR + rb"|(?!" + _HALF + rb")\\.)*+)(" + _HALF + rb")?", re.DOTALL
+)
+
+
+def mend_surrogates(body: bytes) -> bytes:
+    """Return JSON with U+FFFD in place of each half of a surrogate pair.
+
+    A program that cuts text in the middle of a character escapes one half of it. In a client's
+    history it would come back with each request.
+    """
+    return _PART.sub(lambda part: part[1] + b"\\ufffd" if part[2] else part[1], body)

@@ -30,7 +30,7 @@ class Operation(Struct, frozen=True):
         status: the status of its answer.
         fails: the statuses of its refusals, beside those that all of its kind have.
         refuses: how it writes errors.
-        open: whether it needs no key. With a query it may tell more, which needs one.
+        open: whether it needs no key. With a query it may say more, which needs one.
     """
 
     method: str

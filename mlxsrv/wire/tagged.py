@@ -32,11 +32,11 @@ class TaggedKinds(Generic[T]):
         }
 
     def decode(self, tag: str | None, data: bytes) -> T:
-        """Return an object that was read before."""
+        """Return an object that `decode_new` has decoded before."""
         found: T = self._readers[tag].decode(data)
         return found
 
-    def read(self, tag: str, raw: Raw, path: str, search: Search) -> T | None:
+    def decode_new(self, tag: str, raw: Raw, path: str, search: Search) -> T | None:
         """Return an object; None if its tag is not known.
 
         Args:

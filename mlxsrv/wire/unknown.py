@@ -75,7 +75,7 @@ class Fields:
         }
         self._nested = {name: value for name, value in values.items() if value.matters}
 
-    def read(self, body: bytes) -> tuple[dict[str, Raw], list[str]]:
+    def unknown_in(self, body: bytes) -> tuple[dict[str, Raw], list[str]]:
         """Return the unknown fields of a body, and the paths of those in objects inside it.
 
         Raises:

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlxsrv.wire.decoding import mend_surrogates
+from mlxsrv.wire.earlier_turns import past_arguments
 from mlxsrv.wire.openai.requests import CHAT_REQUESTS
-from mlxsrv.wire.past_calls import past_arguments
-from mlxsrv.wire.surrogates import mend_surrogates
 from tests.support.growth import assert_linear
 
 HALVES = ["\\ud83d", "\\udE00", "\\uD83D\\uD83D", "\\ude00\\ud83d x"]

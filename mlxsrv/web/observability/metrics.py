@@ -62,7 +62,7 @@ _TOKENS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
 class Gaps:
     """A histogram of the seconds between the tokens of one model's answers.
 
-    `tell` is called for each token. prometheus-client's own Histogram is too slow for that: it
+    `note` is called for each token. prometheus-client's own Histogram is too slow for that: it
     takes two locks and searches its buckets one by one. The event loop writes, and a thread reads
     at a scrape; it copies the counts, which may be one token ahead of the sum.
     """
@@ -74,7 +74,7 @@ class Gaps:
         self._sum = 0.0
         self._firsts = 0
 
-    def tell(self, seconds: float | None) -> None:
+    def note(self, seconds: float | None) -> None:
         """Count a token; None: it is the first of its choice, so there is no gap before it."""
         if seconds is None:
             self._firsts += 1
@@ -83,7 +83,8 @@ class Gaps:
             self._sum += seconds
 
     @property
-    def tokens(self) -> int:
+    def count(self) -> int:
+        """All tokens, first ones included."""
         return self._firsts + sum(self._counts)
 
     @property
@@ -125,9 +126,9 @@ class _Live(Collector):
         tokens = CounterMetricFamily(
             _name("generation_tokens"), "Tokens generated.", labels=["model_name"]
         )
-        for model, told in list(self.gaps.items()):
-            gaps.add_metric([model], told.buckets, told.sum)
-            tokens.add_metric([model], told.tokens)
+        for model, counted in list(self.gaps.items()):
+            gaps.add_metric([model], counted.buckets, counted.sum)
+            tokens.add_metric([model], counted.count)
         yield gaps
         yield tokens
         yield from self.gauges
@@ -212,7 +213,7 @@ class Metrics(Observer):
         gaps = self._live.gaps.get(model)
         if gaps is None:
             gaps = self._live.gaps[model] = Gaps()
-        return gaps.tell
+        return gaps.note
 
     def ended(self, request: RequestEnded) -> None:
         model = request.model
@@ -333,19 +334,19 @@ def _engine_gauges(health: Health) -> list[Metric]:
     cache_bytes = _gauge("prompt_cache_bytes", "Bytes of prompts read before.", "model_name")
     entries = _gauge("prompt_cache_entries", "Prompts in the prompt cache.", "model_name")
     for model in health.models or ():
-        told = model.engine
+        engine = model.engine
         for name, state in (("rows", "decoding"), ("reading", "reading"), ("waiting", "waiting")):
-            if name in told:
-                rows.add_metric([model.id, state], told[name])
-        if "prompt_cache_bytes" in told:
-            cache_bytes.add_metric([model.id], told["prompt_cache_bytes"])
-            entries.add_metric([model.id], told["prompt_cache_entries"])
+            if name in engine:
+                rows.add_metric([model.id, state], engine[name])
+        if "prompt_cache_bytes" in engine:
+            cache_bytes.add_metric([model.id], engine["prompt_cache_bytes"])
+            entries.add_metric([model.id], engine["prompt_cache_entries"])
     return [rows, cache_bytes, entries, *_disk_metrics(health), *_memory_gauges(health)]
 
 
 def _disk_metrics(health: Health) -> list[Metric]:
     """Prompts on disk, of the models that have some."""
-    told: dict[str, GaugeMetricFamily | CounterMetricFamily] = {
+    metrics: dict[str, GaugeMetricFamily | CounterMetricFamily] = {
         "bytes": _gauge("prompt_cache_disk_bytes", "Bytes of a model's files.", "model_name"),
         "files": _gauge("prompt_cache_disk_files", "Files of a model's.", "model_name"),
         "hits": _count("prompt_cache_disk_hits", "Prompts that began with what was on disk."),
@@ -353,10 +354,10 @@ def _disk_metrics(health: Health) -> list[Metric]:
         "writes": _count("prompt_cache_disk_writes", "Files that were written."),
     }
     for model in health.models or ():
-        for name, metric in told.items():
+        for name, metric in metrics.items():
             if (number := model.engine.get(f"prompt_cache_disk_{name}")) is not None:
                 metric.add_metric([model.id], number)
-    return list(told.values())
+    return list(metrics.values())
 
 
 def _count(name: str, help: str) -> CounterMetricFamily:

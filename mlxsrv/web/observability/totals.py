@@ -1,6 +1,6 @@
-"""Totals of an app's requests, and its last errors: what `GET /health?verbose=1` tells of them.
+"""Totals of an app's requests, and its last errors: what `GET /health?verbose=1` has of them.
 
-They are always kept, unlike metrics and traces. Nothing is called for a token.
+There is no option for them, unlike metrics and traces. Nothing is called for a token.
 """
 
 from __future__ import annotations

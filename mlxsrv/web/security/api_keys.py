@@ -51,7 +51,7 @@ class APIKeys:
     def __len__(self) -> int:
         return len(self._keys)
 
-    def find(self, headers: RequestHeaders) -> APIKey | None:
+    def key_of(self, headers: RequestHeaders) -> APIKey | None:
         """Return the valid key that a request carries; None if it carries none.
 
         The time this takes does not depend on how much of a key is right, nor on which key it is.

@@ -1,6 +1,6 @@
-"""Clients of this server, told apart by their API keys or by their addresses and users.
+"""Clients of this server: an API key is one, or the address and the user.
 
-The guard notes the sender of each request, as far as the headers and the address tell. The user
+The guard notes the sender of each request, as far as the headers and the address say. The user
 stands in the body, so the client is known only when that has been decoded.
 """
 
@@ -37,7 +37,7 @@ def note_sender(scope: Scope, key: APIKey | None, *, keys: int) -> None:
 
     Args:
         key: that the request carries.
-        keys: how many the server has. If all clients share one, it tells nothing about them.
+        keys: how many the server has. If all clients share one, it does not distinguish them.
     """
     priority = None if key is None else key.priority
     if key is not None and keys > 1:
@@ -64,7 +64,7 @@ def client_of(request: Request, user: str | None = None, priority: int | None = 
 
 def client_address(scope: Scope) -> str:
     """The client's address; for IPv6 its network, in which it may have any number of addresses.
-    Empty if the server tells none, as over a Unix socket."""
+    Empty if there is none, as over a Unix socket."""
     host: str = scope["client"][0] if scope.get("client") else ""
     if ":" not in host:
         return host

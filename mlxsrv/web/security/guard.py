@@ -74,7 +74,7 @@ class Guard:
                 await preflight_response(headers)(scope, receive, send)
                 return
             if not self._is_open(scope):
-                key = self._keys.find(headers)
+                key = self._keys.key_of(headers)
                 if self._rates is not None:
                     # A wrong key counts for the address, so that guessing has an end.
                     taker = client_address(scope) if key is None else key.digest

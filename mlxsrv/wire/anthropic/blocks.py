@@ -11,8 +11,7 @@ from msgspec import Meta, Raw, Struct
 
 from mlxsrv.generation.spec import ChatMessage, PastCall
 from mlxsrv.wire.decoding import decode_part, missing
-from mlxsrv.wire.left_out import leave_out, newest_question
-from mlxsrv.wire.past_calls import past_arguments
+from mlxsrv.wire.earlier_turns import leave_out, newest_question, past_arguments
 from mlxsrv.wire.schema_rules import Schema, any_of
 from mlxsrv.wire.tagged import TaggedKinds
 from mlxsrv.wire.unknown import Search
@@ -255,7 +254,7 @@ class _BlockReader:
         for i, raw in enumerate(blocks):
             where = f"{path}[{i}]"
             kind = decode_part(_read_type, raw, where).type
-            yield BLOCKS.read(kind, raw, where, self._search), raw, where
+            yield BLOCKS.decode_new(kind, raw, where, self._search), raw, where
 
     def _read_all(self, blocks: Sequence[Raw], path: str, *, new: bool = False) -> str:
         return _join(

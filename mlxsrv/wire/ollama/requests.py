@@ -29,9 +29,8 @@ from mlxsrv.generation.spec import (
 from mlxsrv.generation.texts import Cut, EmbeddingSpec
 from mlxsrv.wire.decoding import RequestDecoder, missing
 from mlxsrv.wire.dialect import TextRequest, sampling_wishes, stop_strings
-from mlxsrv.wire.left_out import leave_out, newest_question
+from mlxsrv.wire.earlier_turns import leave_out, newest_question, past_arguments
 from mlxsrv.wire.openai.generation_request import Effort, Priority
-from mlxsrv.wire.past_calls import past_arguments
 from mlxsrv.wire.schema_rules import TEXT, Schema, having
 from mlxsrv.wire.steering import NotEmpty, check_steering
 from mlxsrv.wire.unknown import Search

@@ -9,8 +9,7 @@ from msgspec import Meta, Struct
 
 from mlxsrv.generation.spec import ChatMessage, PastCall
 from mlxsrv.wire.decoding import missing
-from mlxsrv.wire.left_out import leave_out, newest_question
-from mlxsrv.wire.past_calls import past_arguments
+from mlxsrv.wire.earlier_turns import leave_out, newest_question, past_arguments
 from mlxsrv.wire.schema_rules import STRING, Schema
 from mlxsrv.wire.unknown import Search
 

@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from mlxsrv.generation.spec import ChatMessage, PastCall
-from mlxsrv.wire.left_out import newest_question
+from mlxsrv.wire.earlier_turns import newest_question, past_arguments
 from mlxsrv.wire.openai.messages import read_parts
-from mlxsrv.wire.past_calls import past_arguments
 from mlxsrv.wire.responses.items import (
     InputCall,
     InputCustomCall,

@@ -14,7 +14,7 @@ from msgspec import Meta, Raw, Struct
 from msgspec.structs import replace
 
 from mlxsrv.wire.decoding import decode_part, missing
-from mlxsrv.wire.left_out import leave_out
+from mlxsrv.wire.earlier_turns import leave_out
 from mlxsrv.wire.openai.messages import ContentPart
 from mlxsrv.wire.schema_rules import STRING, Schema
 from mlxsrv.wire.tagged import TaggedKinds
@@ -156,7 +156,7 @@ def read_item(raw: Raw, path: str, search: Search) -> PlacedItem | None:
         InvalidRequest: the item is wrong; the error has its path.
     """
     kind = decode_part(_read_head, raw, path).kind(path)
-    item = _ITEMS.read(kind, raw, path, search)
+    item = _ITEMS.decode_new(kind, raw, path, search)
     if item is None:
         leave_out(kind, path, search)
         return None

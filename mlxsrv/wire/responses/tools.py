@@ -172,7 +172,7 @@ def read_tools(tools: Sequence[Raw], search: Search) -> Toolbox:
 def _read_tool(
     raw: Raw, path: str, search: Search
 ) -> FunctionTool | CustomTool | NamespaceTool | None:
-    tool: FunctionTool | CustomTool | NamespaceTool | None = _TOOLS.read(
+    tool: FunctionTool | CustomTool | NamespaceTool | None = _TOOLS.decode_new(
         decode_part(_read_kind, raw, path).type, raw, path, search
     )
     if tool is None:

@@ -1,15 +1,19 @@
-"""Parts of messages that are no text: refused where they are new, left out where they are old.
+"""Earlier turns, as clients give them back: parts that are no text, and arguments of tool calls.
 
 A client sends the whole conversation with each request, so a refusal of an old part would end the
-conversation.
+conversation. What is no text is refused where it is new, and left out where it is old.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
 
 from mlxsrv.errors import UnsupportedParameter
+from mlxsrv.wire.decoding import mend_surrogates
 from mlxsrv.wire.unknown import Search
 
 _INDEX = re.compile(r"\[\d+\]")
@@ -43,3 +47,21 @@ def leave_out(kind: str, path: str, search: Search, *, new: bool = False) -> str
     search.note(_INDEX.sub("[]", path), path)
     medium = next((each for each in _MEDIA if each in kind), None)
     return f"[{medium} left out: this model reads text only]" if medium else ""
+
+
+def past_arguments(given: Any) -> Mapping[str, Any] | str:
+    """Return the arguments of an earlier call: an object or, if the model wrote none, its text.
+
+    Args:
+        given: an object, or JSON as a string.
+    """
+    if isinstance(given, dict):
+        return given
+    if given in (None, ""):
+        return {}
+    if not isinstance(given, str):
+        return msgspec.json.encode(given).decode()
+    try:
+        return msgspec.json.decode(mend_surrogates(given.encode()), type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError):
+        return given
