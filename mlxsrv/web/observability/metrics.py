@@ -386,10 +386,8 @@ def _memory_gauges(health: Health) -> list[Metric]:
         "Bytes of a row's KV cache for each token, while no window is full.",
         "model_name",
     )
-    preemptions = CounterMetricFamily(
-        _name("num_preemptions"),
-        "Rows that gave their memory to older ones, and were read again.",
-        labels=["model_name"],
+    preemptions = _count(
+        "num_preemptions", "Rows that gave their memory to older ones, and were read again."
     )
     for model in health.models or ():
         if model.kv_cache is not None:

@@ -6,8 +6,9 @@ there.
 
 from __future__ import annotations
 
-import time
+from time import monotonic, time_ns
 
+from msgspec import Struct, field
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
@@ -18,31 +19,24 @@ from mlxsrv.web.paths import find_operation
 _KEY = "mlxsrv.record"
 
 
-class RequestRecord:
-    """Everything that is known about one request so far."""
+class RequestRecord(Struct):
+    """Everything that is known about one request so far.
 
-    __slots__ = (
-        "asked",
-        "begun",
-        "error",
-        "model",
-        "operation",
-        "quiet",
-        "reply",
-        "time",
-        "tokens",
-    )
+    Attributes:
+        time: when it came, in nanoseconds since 1970.
+        begun: the same on the monotonic clock, in seconds.
+        quiet: whether only who debugs wants to read of it: a probe, a file.
+    """
 
-    def __init__(self) -> None:
-        self.time = time.time_ns()
-        self.begun = time.monotonic()
-        self.operation: OperationName | None = None
-        self.asked: AskedOfModel | None = None
-        self.model = ""
-        self.reply: Reply | None = None
-        self.tokens: int | None = None
-        self.quiet = False  # whether only who debugs wants to read of it: a probe, a file
-        self.error: str | None = None
+    time: int = field(default_factory=time_ns)
+    begun: float = field(default_factory=monotonic)
+    operation: OperationName | None = None
+    asked: AskedOfModel | None = None
+    model: str = ""
+    reply: Reply | None = None
+    tokens: int | None = None
+    quiet: bool = False
+    error: str | None = None
 
     def end(self, scope: Scope, status: int, request_id: str) -> RequestEnded:
         """Return the event for the observers. The request is over."""
@@ -61,7 +55,7 @@ class RequestRecord:
             id=request_id,
             time=self.time,
             begun=self.begun,
-            ended=time.monotonic(),
+            ended=monotonic(),
             operation=self.operation,
             model=model,
             asked=self.asked,
