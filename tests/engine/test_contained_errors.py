@@ -19,14 +19,15 @@ from tests.support.fixtures import ModelFolder
 def test_an_error_in_deciding_ends_the_jobs_of_one_model(
     model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It comes when a step of the broken model is done, and works of the same plan are left."""
+    """It comes when a step of the broken model is done, and work items of the same plan are
+    left."""
     bad, reading = job(10**6, "broken"), job(10**6, "broken", prompt=(5,) * 3000)
-    real, told = TextSchedule.settle, count(1)
+    real, reported = TextSchedule.settle, count(1)
 
     def settle(self: TextSchedule, work: WorkItem, outcome: Outcome) -> None:
         if isinstance(outcome.done, Decoded):
             for row, _ in outcome.done.tokens:
-                if row == bad.id and next(told) == 21:
+                if row == bad.id and next(reported) == 21:
                     raise LookupError("a policy is wrong")
         real(self, work, outcome)
 

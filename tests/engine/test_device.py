@@ -48,10 +48,12 @@ def test_a_long_prompt_tells_of_its_slices_and_a_short_one_of_none(
             before = client.heard
             one, two, three = await asyncio.gather(long, other, short)
             assert client.heard > before
-            told = [each.events.count(Progress(each.events[0].job)) for each in (one, two, three)]
-            assert 200 // 16 <= told[0] < 2 * told[1]
-            assert told[1] >= 249 // 16
-            assert told[2] == 0
+            reported = [
+                each.events.count(Progress(each.events[0].job)) for each in (one, two, three)
+            ]
+            assert 200 // 16 <= reported[0] < 2 * reported[1]
+            assert reported[1] >= 249 // 16
+            assert reported[2] == 0
             for each in (one, two, three):
                 kinds = [type(event) for event in each.events]
                 assert kinds == sorted(kinds, key=[Started, Progress, PromptRead, Token].index)
@@ -113,13 +115,13 @@ def test_texts_that_take_several_slices_tell_of_them(model_folder: ModelFolder) 
             endless = job(10**6)
             client.submit(endless, streaming)
             await streaming.began.wait()
-            told: list[None] = []
+            reported: list[None] = []
             texts = tuple(tuple(range(5, 5 + 16 * n)) for n in (1, 3, 5))
             vectors = await client.embed(
-                Embed(next(numbers), "m", texts), lambda: told.append(None)
+                Embed(next(numbers), "m", texts), lambda: reported.append(None)
             )
             assert len(vectors) == 3
-            assert len(told) >= 8
+            assert len(reported) >= 8
             client.cancel(endless.id)
 
     run(test)

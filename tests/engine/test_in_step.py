@@ -33,9 +33,9 @@ class ThreadRank(RankGroup):
     def exchange(self, data: bytes) -> list[bytes]:
         self._room.table[self.rank] = data
         self._room.barrier.wait()
-        told = list(self._room.table)
+        reported = list(self._room.table)
         self._room.barrier.wait()  # nobody writes before all have read
-        return told
+        return reported
 
 
 def run(*loads: Callable[[], Slices]) -> list[str | Exception]:
@@ -85,8 +85,8 @@ def test_ranks_that_differ_are_all_refused(texts: tuple[str, str]) -> None:
         return ""
 
     with ThreadPoolExecutor(2) as pool:
-        told = list(pool.map(compare, range(2)))
-    assert told == ["" if len({*texts}) == 1 else "its ranks would have different vectors"] * 2
+        reported = list(pool.map(compare, range(2)))
+    assert reported == ["" if len({*texts}) == 1 else "its ranks would have different vectors"] * 2
 
 
 def test_a_failure_on_one_rank_is_told_to_all() -> None:

@@ -1,4 +1,4 @@
-"""A rank that follows rank 0 does its works, and tells how it is."""
+"""A rank that follows rank 0 does its work items, and tells how it is."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Followed:
     """A follower in a thread that is its device thread, and rank 0's end of the connection.
 
     Attributes:
-        go_on: its works wait for this.
+        go_on: its work items wait for this.
     """
 
     def __init__(self) -> None:

@@ -221,16 +221,16 @@ class SlowEvent(threading.Event):
 
 def test_several_ranks_that_are_lost_at_once_are_one_loss() -> None:
     ends = _pairs(2)
-    told: list[str] = []
-    leader = RankLeader([RankConnection(end) for end, _ in ends], told.append)
+    reported: list[str] = []
+    leader = RankLeader([RankConnection(end) for end, _ in ends], reported.append)
     leader._over = SlowEvent()
     threads = [t for t in threading.enumerate() if t.name.startswith("mlxsrv-rank-")]
     for _, other in ends:
         other.close()
     for thread in threads:
         thread.join(PATIENCE)
-    assert len(told) == 1
-    with pytest.raises(RankLost, match=told[0]):
+    assert len(reported) == 1
+    with pytest.raises(RankLost, match=reported[0]):
         leader.send(PLAN)
 
 

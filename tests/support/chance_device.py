@@ -1,4 +1,4 @@
-"""A device without MLX whose works fail, and whose rows end, by chance."""
+"""A device without MLX whose work items fail, and whose rows end, by chance."""
 
 from __future__ import annotations
 

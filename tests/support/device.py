@@ -25,7 +25,7 @@ numbers = itertools.count(1)
 
 
 class Gate:
-    """Holds the device thread at the works of some kind, from the first until it is opened."""
+    """Holds the device thread at the work items of some kind, from the first until it is opened."""
 
     def __init__(self) -> None:
         self._reached, self._opened = threading.Event(), threading.Event()
@@ -45,7 +45,7 @@ class Gate:
 
 @contextmanager
 def gate(kind: type[WorkItem]) -> Iterator[Gate]:
-    """A gate before works of this kind. It is open at the latest when the test is over."""
+    """A gate before work items of this kind. It is open at the latest when the test is over."""
     made, run_work = Gate(), Runner.run
 
     def hold_and_run(runner: Runner, work: WorkItem) -> Outcome:

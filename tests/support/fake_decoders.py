@@ -72,7 +72,7 @@ class FakeDecoders:
 
     Attributes:
         ready: groups of rows that were read together.
-        main, trial: the decoders.
+        main, solo: the decoders.
         peak: bytes that arrays have taken at most since they were last looked at.
     """
 
@@ -95,7 +95,7 @@ class FakeDecoders:
         """All rows that are ready or decoded."""
         return [row for group in self._all() for row in group.rows]
 
-    def lends(self, row: FakeRow) -> bool:
+    def holds(self, row: FakeRow) -> bool:
         """Whether the row has a KV cache that others may begin with."""
         return any(row in group.rows for group in (*self.ready, *self.main.groups))
 
@@ -139,7 +139,7 @@ class FakeDecoders:
         decoder, other = self.find(solo=solo), self.find(solo=not solo)
         absorbed = not wanted.isdisjoint(row.id for row in other.rows)
         if absorbed:
-            require(not solo, "rows that are decoded go on trial")
+            require(not solo, "rows that are decoded go to the solo decoder")
             require(len(other.groups) == 1, "a part of a decoder joins another")
         coming = [group for group in self.ready if not wanted.isdisjoint(group.ids)]
         left = [*decoder.groups, *(other.groups if absorbed else ()), *coming]

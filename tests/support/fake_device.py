@@ -1,4 +1,4 @@
-"""A device without a model: how long works take there, which tokens are drawn, and what fails.
+"""A device without a model: how long work items take there, which tokens are drawn, and what fails.
 
 `FakeDevice` draws tokens that follow from a row and its place, as seeded sampling does, and fails
 nothing. Tests and the simulator make others of it.

@@ -1,7 +1,8 @@
-"""A runner without a model: it does works as `FakeDevice` says, and checks that each may be done.
+"""A runner without a model: it does work items as `FakeDevice` says, and checks that each may be
+done.
 
 It stands where the Runner does: `run` takes a work and returns its outcome. Its clock is its own,
-and goes on by what works take.
+and goes on by what work items take.
 """
 
 from __future__ import annotations
@@ -159,14 +160,14 @@ class _FakeModel:
 
 
 class FakeRunner:
-    """Does works for all models.
+    """Does work items for all models.
 
     Args:
-        device: what comes of works.
+        device: what comes of work items.
         now: the clock's first reading, in seconds.
 
     Attributes:
-        works: that were done, in their order, while `record` is set.
+        items: work items that were done, in their order, while `record` is set.
         budget: bytes that the KV caches of all models may take.
         most: the most that they have taken.
     """
@@ -198,7 +199,7 @@ class FakeRunner:
         return self._text(self._models[model])
 
     def run_round(self, scheduler: Scheduler, plan: RoundPlan) -> None:
-        """Do the works of a plan, and have the scheduler learn what came of each."""
+        """Do the work items of a plan, and have the scheduler learn what came of each."""
         for work in plan.items:
             scheduler.settle(work, self.run(work))
         self.end_round()
@@ -282,7 +283,7 @@ class FakeRunner:
                 passes += text.passes(work.spans)
                 return text.read(work, fault)
             case Decode():
-                done = text.decode(work, fault, told=self.device.tells(work))
+                done = text.decode(work, fault, reported=self.device.tells(work))
                 passes += text.passes_of_step(work)
                 # No step is under way here: it was complete when its work was.
                 return msgspec.structs.replace(done, waited=self.now)

@@ -21,7 +21,7 @@ class FakeSteps:
 
     Args:
         facts: of the model.
-        device: what comes of works.
+        device: what comes of work items.
 
     Attributes:
         watched: the activations of each token are looked at.
@@ -113,7 +113,7 @@ class FakeSteps:
     def _run_guesses(self, decoder: FakeDecoder, work: Decode) -> Decoded:
         rows = decoder.rows
         require(self._facts.lookup, "nothing is looked up in this model")
-        require(not work.solo, "proposals to a row on trial")
+        require(not work.solo, "proposals to a row in the solo decoder")
         require(
             self._facts.shares or len(decoder.groups) == 1, "proposals to rows in several passes"
         )
@@ -183,6 +183,6 @@ class FakeSteps:
 def _find_likelihoods(
     rows: Iterable[FakeRow], tokens: Sequence[tuple[int, int]]
 ) -> dict[int, Likelihood]:
-    told = {row_id for row_id, _ in tokens}
-    asking = (row.id for row in rows if row.id in told and row.job.logprobs is not None)
+    reported = {row_id for row_id, _ in tokens}
+    asking = (row.id for row in rows if row.id in reported and row.job.logprobs is not None)
     return dict.fromkeys(asking, Likelihood(-1.0))

@@ -44,11 +44,11 @@ PREFILLED = -1  # the place of the prompt, before the first token of the answer
 
 
 class FakeText:
-    """Does the works of one model's rows.
+    """Does the work items of one model's rows.
 
     Args:
         facts: of the model.
-        device: what comes of works.
+        device: what comes of work items.
         max_rows: rows that are read and decoded together, at most.
         prefill_chunk: tokens of a slice, at most.
     """
@@ -127,7 +127,7 @@ class FakeText:
             require(job.id not in self._rows, "row", job.id, "is there already")
             self._rows[job.id] = row = FakeRow(job)
             if (failure := self._device.refuse(job)) is not None:
-                row.over = True  # works of the same plan may name it
+                row.over = True  # work items of the same plan may name it
                 failures.append(failure)
         return Admitted(tuple(failures))
 
@@ -343,14 +343,14 @@ class FakeText:
 
     def _check_lender(self, span: Span, row: FakeRow) -> None:
         """A row that runs, or whose text is half read, has what a text begins with."""
-        require(self._facts.cuts, "a row lends what cannot be cut back")
+        require(self._facts.cuts, "a copy of a row is begun with that cannot be cut back")
         from_row = None if span.from_row is None else self._rows.get(span.from_row)
         if from_row is None or from_row is row:
-            raise IllegalWork(f"row {span.from_row} cannot lend")
+            raise IllegalWork(f"row {span.from_row} cannot be copied")
         held = self._count_held(from_row)
         if held is None:
-            raise IllegalWork(f"row {span.from_row} has no KV cache to lend")
-        require(LEAST <= span.begin <= held, span.begin, "tokens of", held, "are lent")
+            raise IllegalWork(f"row {span.from_row} has no KV cache to copy")
+        require(LEAST <= span.begin <= held, span.begin, "tokens of", held, "are copied")
         require(from_row.job.steering == row.job.steering, "the row is steered in another way")
         same = np.array_equal(from_row.text[: span.begin], row.text[: span.begin])
         require(same, "the row has another text")
@@ -359,7 +359,7 @@ class FakeText:
         """Return how many tokens of its text the row's KV cache holds; None if it has none."""
         if (text := self._texts.get(row.id)) is not None:
             return text.done
-        return row.held if self._decoders.lends(row) else None
+        return row.held if self._decoders.holds(row) else None
 
     def _drop_texts(self, texts: Iterable[FakePartialText], *, lost: bool = True) -> None:
         for text in texts:
@@ -382,7 +382,7 @@ class FakeText:
 
     # Decoding.
 
-    def decode(self, work: Decode, fault: Fault | None, *, told: bool) -> Decoded:
+    def decode(self, work: Decode, fault: Fault | None, *, reported: bool) -> Decoded:
         """`told`: a step that fails has told the tokens of the step before."""
         if self.lacks_rows(work):
             return Decoded()
@@ -395,12 +395,12 @@ class FakeText:
         decoder.check_room(work)
         rows = decoder.rows
         require(rows, "a step without rows")
-        require(len(rows) == 1 or not work.solo, "several rows on trial")
+        require(len(rows) == 1 or not work.solo, "several rows in the solo decoder")
         for row in rows:
             require(not row.over, "row", row.id, "is over")
         self._check_rows()
         decoder.changed = False
-        done = Decoded() if fault is not None and not told else self._steps.run(work, decoder)
+        done = Decoded() if fault is not None and not reported else self._steps.run(work, decoder)
         if fault is not None:
             decoder.abandon()
             if work.proposals:

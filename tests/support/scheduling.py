@@ -101,7 +101,7 @@ class Bench:
     """A scheduler, a runner, and clients.
 
     Args:
-        device: what comes of works.
+        device: what comes of work items.
         clients: their numbers.
     """
 
@@ -208,7 +208,7 @@ class Bench:
         if isinstance(order, Cancel) and (client, order.job) in self.jobs:
             self.jobs[client, order.job].cancelled = True
         elif isinstance(order, Budget):
-            # What is to go goes in the works of the round.
+            # What is to go goes in the work items of the round.
             old, self._shrunk = self.runner.budget, order.bytes
             self.runner.budget = None if old is None else max(old, order.bytes)
         elif isinstance(order, Close):
@@ -240,5 +240,5 @@ class Bench:
         return self.jobs[client, number]
 
     def items(self, kind: type[_W]) -> list[_W]:
-        """The works of this kind that were done."""
+        """The work items of this kind that were done."""
         return [work for work in self.runner.items if isinstance(work, kind)]

@@ -1,4 +1,4 @@
-"""Situations for a scheduler: jobs, a model that is loaded, and works that fail."""
+"""Situations for a scheduler: jobs, a model that is loaded, and work items that fail."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def expected(bench: Bench, number: int, count: int) -> list[int]:
 
 
 class FaultyDevice(FakeDevice):
-    """Fails the works that `chooses` chooses, the first `times` of them."""
+    """Fails the work items that `chooses` chooses, the first `times` of them."""
 
     def __init__(
         self,

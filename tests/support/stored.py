@@ -52,7 +52,7 @@ class StoringEngine:
         folder: the model's.
         disk: the directory of prompts.
         record: the path of a record.
-        change: makes other outcomes of those that works have.
+        change: makes other outcomes of those that work items have.
         more: of the load's order.
     """
 
@@ -67,8 +67,8 @@ class StoringEngine:
     ) -> None:
         recording = Recording(path=str(record), most_bytes=BYTES)
         self.scheduler = Scheduler() if record is None else RecordedScheduler(Recorder(recording))
-        self._told: SimpleQueue[StorageReport] = SimpleQueue()
-        self.runner = Runner(self._told.put)
+        self._reported: SimpleQueue[StorageReport] = SimpleQueue()
+        self.runner = Runner(self._reported.put)
         self._change = change
         self.events: list[Any] = []
         self.items: list[WorkItem] = []
@@ -101,11 +101,11 @@ class StoringEngine:
     @property
     def _at_rest(self) -> bool:
         storage = self.runner.storage
-        return self.scheduler.idle and not storage.busy and self._told.empty()
+        return self.scheduler.idle and not storage.busy and self._reported.empty()
 
     def _wait(self) -> list[Received]:
         try:
-            order = self._told.get(timeout=PATIENCE)
+            order = self._reported.get(timeout=PATIENCE)
         except Empty:
             raise AssertionError("the storage thread tells nothing") from None
         assert isinstance(order, (Fetched, Written))

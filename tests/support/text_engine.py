@@ -67,7 +67,7 @@ class TextEngine:
         **more: Any,
     ) -> None:
         self._seconds = seconds
-        self._now = 0.0  # what all works are said to have taken
+        self._now = 0.0  # what all work items are said to have taken
         self.steerer = Steerer(model) if steerer is None else steerer
         self.runner = TextRunner(
             model,

@@ -75,11 +75,6 @@ class BatchSinkCache(LayerCache):
         return offset
 
     @property
-    def nbytes(self) -> int:
-        sinks = 0 if self._keys is None else self._keys.nbytes + self._values.nbytes
-        return int(self._window.nbytes) + sinks
-
-    @property
     def state(self) -> Any:
         return self._window.state, self._keys, self._values
 

@@ -20,10 +20,6 @@ class LayerCache(Protocol):
     """One layer's KV cache, of one row or of several."""
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of all its arrays."""
-
-    @property
     def state(self) -> Any:
         """All its arrays, in nested lists and tuples; for `mx.eval`, and for files."""
 
@@ -37,10 +33,6 @@ class BatchLayer(Protocol):
     @property
     def view(self) -> Any:
         """The object that a model is called with."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all its arrays."""
 
     def arrange(self, sources: Sequence[Any], lengths: Sequence[int], room: Room) -> None:
         """Set the rows, in this order.

@@ -120,10 +120,6 @@ class QuantizedSlots(BothSides, Slots):
     def state(self) -> Any:
         return [side.state for side in self.caches]
 
-    @property
-    def nbytes(self) -> int:
-        return sum(side.nbytes for side in self.caches)
-
     def arrange(self, sources: Sequence[Any], lengths: Sequence[int], room: Room) -> None:
         for number, side in enumerate(self.caches):
             each = [s if isinstance(s, int) else s.caches[number] for s in sources]

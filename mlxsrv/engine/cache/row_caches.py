@@ -36,10 +36,6 @@ class _States(BatchLayer):
     def view(self) -> ArraysCache:
         return self._view
 
-    @property
-    def nbytes(self) -> int:
-        return int(self._view.nbytes)
-
     def arrange(self, sources: Sequence[Any], lengths: Sequence[int], room: Room) -> None:
         if list(sources) != [*range(self._view.batch_size)]:
             parts = zip(*[self._states(source) for source in sources], strict=True)
@@ -75,10 +71,6 @@ class _Several(BatchLayer):
     def view(self) -> CacheList:
         return CacheList(*[member.view for member in self.members])
 
-    @property
-    def nbytes(self) -> int:
-        return sum(member.nbytes for member in self.members)
-
     def arrange(self, sources: Sequence[Any], lengths: Sequence[int], room: Room) -> None:
         for number, member in enumerate(self.members):
             each = [s if isinstance(s, int) else s.caches[number] for s in sources]
@@ -97,10 +89,6 @@ class _Own(BatchLayer):
     @property
     def view(self) -> Any:
         return self._view
-
-    @property
-    def nbytes(self) -> int:
-        return 0 if self._view is None else int(self._view.nbytes)
 
 
 class _Merged(_Own):
@@ -187,10 +175,6 @@ class RowCaches:
         self._merged = [kind for kind in flat if isinstance(kind, _Merged)]
         self._lone = [kind for kind in flat if isinstance(kind, _Lone)]
         self._slots: list[int] = []  # of each row
-
-    @property
-    def nbytes(self) -> int:
-        return sum(kind.nbytes for kind in self._kinds)
 
     @property
     def lengths(self) -> list[int]:

@@ -93,10 +93,6 @@ class Slots(LayerCache, BatchLayer):
     def state(self) -> tuple[Any, Any]:
         return self.keys, self.values
 
-    @property
-    def nbytes(self) -> int:
-        return sum(array.nbytes for array in self._arrays)
-
     # Rows join and are freed.
 
     @property

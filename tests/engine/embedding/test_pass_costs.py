@@ -1,4 +1,4 @@
-"""The estimate of what a pass over texts works with is not too low, nor far too high; so texts stay
+"""The estimate of what a pass over texts needs is not too low, nor far too high; so texts stay
 within a budget."""
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ def check(model: EmbeddingModel) -> None:
     measure_pass(model, 1)  # weights are read, and parts of the model are compiled
     facts = model.find_facts()
     found = measure_pass(model, 4) - measure_pass(model, 2)
-    told = facts.pass_bytes(2 * LENGTH, LENGTH)
-    assert found <= told
-    assert told <= 8 * found
+    reported = facts.pass_bytes(2 * LENGTH, LENGTH)
+    assert found <= reported
+    assert reported <= 8 * found
 
 
 @pytest.mark.parametrize("family", per_cache(name for name in FAMILIES if name != "qwen3-46m"))

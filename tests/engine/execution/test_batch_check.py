@@ -1,4 +1,4 @@
-"""The trial of a model at its load finds what no batch can be trusted with."""
+"""The batch check of a model at its load finds models that give other results in a batch."""
 
 from __future__ import annotations
 

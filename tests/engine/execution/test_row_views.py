@@ -1,4 +1,5 @@
-"""KV caches that are lent: moved from a kept prompt to a row, or copied from a row that runs."""
+"""KV caches that a reading begins with: moved from a cached prompt, or copied from a running
+row."""
 
 from __future__ import annotations
 

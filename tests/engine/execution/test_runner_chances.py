@@ -1,4 +1,4 @@
-"""Random works for the real runner, with every kind of KV cache: rows join, leave, are cut back,
+"""Random work items for the real runner, with every kind of KV cache: rows join, end, are cut back,
 lose what they hold, change their groups and places, and begin with what others hold or have left.
 The text of each is the greedy one that the model has for it when it is read alone."""
 
@@ -21,7 +21,7 @@ from tests.support.effort import examples
 from tests.support.tiny import WINDOW, write_model
 from tests.support.tried import make_caches
 
-LEAST = 2  # tokens that are kept or lent
+LEAST = 2  # tokens that are cached or copied
 MOST_ROWS = 6
 ACTS = 24
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {

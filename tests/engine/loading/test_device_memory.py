@@ -57,7 +57,7 @@ def test_the_memory_of_this_device_is_told() -> None:
 
 def test_a_record_does_not_tell_which_card_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mx, "device_info", lambda: METAL | CUDA)
-    told = describe_device()
-    assert told["device_name"] == "NVIDIA GeForce RTX 4090"
-    assert told["total_memory"] == 24 * GIB
-    assert not told.keys() & {"uuid", "pci_bus_id", "resource_limit"}
+    reported = describe_device()
+    assert reported["device_name"] == "NVIDIA GeForce RTX 4090"
+    assert reported["total_memory"] == 24 * GIB
+    assert not reported.keys() & {"uuid", "pci_bus_id", "resource_limit"}

@@ -296,8 +296,8 @@ def test_what_cannot_be_had_is_noted_and_left_out(
     folder = model_folder(own) if own in RARE or family in ("small", "mamba") else wide(family)
     resident = load(folder, **settings)
     assert resident.loaded.batched
-    [told] = resident.loaded.notes
-    assert told.startswith(note)
+    [reported] = resident.loaded.notes
+    assert reported.startswith(note)
     assert generate(resident, PROMPT) == generate(load(folder), PROMPT)
 
 

@@ -132,7 +132,7 @@ def test_whatever_happens_is_replayed(facts: TextFacts, rates: Rates, seed: int)
 
 
 def test_what_is_done_where_memory_is_short_is_replayed(tmp_path: Path) -> None:
-    """The budget is an order, and a round without works may ask for another."""
+    """The budget is an order, and a round without work items may ask for another."""
     with recorded(tmp_path / "record"):
         bench = Bench(FakeDevice())
     load = Load(model="m", path="/m", max_rows=8, prefill_chunk=64, max_gap=0.1)

@@ -148,11 +148,11 @@ def test_a_round_is_in_the_file_before_its_works_are_done(tmp_path: Path) -> Non
 
 def test_what_clients_alone_are_told_is_not_recorded(tmp_path: Path) -> None:
     recorder = Recorder(Recording(path=str(tmp_path / "r"), most_bytes=10**6))
-    told = Likelihood(-1.25, ((77, -1.25),))
+    reported = Likelihood(-1.25, ((77, -1.25),))
     activations = (Activations(1, 0, ((88, 1.5),)),)
     outcomes: dict[WorkItem, Done] = {
-        Decode(model=1): Decoded(((1, 5),), likelihoods={1: told}, activations=activations),
-        Read(model=1, spans=()): PromptsRead((), PromptScored(1, (told,)), (), activations),
+        Decode(model=1): Decoded(((1, 5),), likelihoods={1: reported}, activations=activations),
+        Read(model=1, spans=()): PromptsRead((), PromptScored(1, (reported,)), (), activations),
         EmbedSlice(model=1, texts=()): TextsRead(3, {1: np.full((2, 3), 99.0, np.float32)}),
     }
     recorder.note_plan(RoundPlan(tuple(outcomes)))

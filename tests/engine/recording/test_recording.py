@@ -35,9 +35,9 @@ def test_a_scheduler_that_decides_otherwise_is_found_out(
     path.write_text(record.replace('"groups":[{"rows":[1],', '"groups":[{"rows":[7],'))
     with pytest.raises(ServeError, match="differs"):
         replay_record(str(tmp_path / "r"))
-    told = capsys.readouterr().out
-    [recorded_step] = re.findall(r"recorded: (Decode.*)", told)
-    [planned_step] = re.findall(r"planned: (Decode.*)", told)
+    reported = capsys.readouterr().out
+    [recorded_step] = re.findall(r"recorded: (Decode.*)", reported)
+    [planned_step] = re.findall(r"planned: (Decode.*)", reported)
     assert "RowGroup(rows=(7,), slots=1," in recorded_step
     assert "RowGroup(rows=(1,), slots=1," in planned_step
 
@@ -70,9 +70,9 @@ def test_works_that_fail_are_counted_by_their_reasons(
     bench.embed(Embed(2, "m", ((1, 2), (3,))))
     bench.finish()
     replay_record(str(tmp_path / "r"))
-    told = capsys.readouterr().out
-    assert "2 jobs (2 texts to embed), 5 tokens" in told
-    assert "work items that failed: 1 times: by order" in told
+    reported = capsys.readouterr().out
+    assert "2 jobs (2 texts to embed), 5 tokens" in reported
+    assert "work items that failed: 1 times: by order" in reported
 
 
 def test_a_work_has_no_tokens_that_its_order_has(tmp_path: Path) -> None:
@@ -144,9 +144,9 @@ def test_a_file_that_is_no_record_is_refused(tmp_path: Path) -> None:
         lines[0].decode().replace('"format":5', '"format":99'): "has format 99",
         lines[0].decode() + "hello\n": "line 2",
     }
-    for text, told in wrong.items():
+    for text, reported in wrong.items():
         path.write_text(text)
-        with pytest.raises(RecordError, match=told):
+        with pytest.raises(RecordError, match=reported):
             replay(path)
     with pytest.raises(RecordError, match="No such file"):
         RecordReader(str(tmp_path / "none"))

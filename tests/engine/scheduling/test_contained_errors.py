@@ -69,7 +69,7 @@ def test_a_token_that_is_none_ends_the_jobs_of_its_model_only(
     bench.submit(job(1, 5, 10), job(2, 5, 20), job_of("n", 3, 5, 30))
     with caplog.at_level(logging.ERROR):
         bench.finish()
-    # The token was told with its end, for only the text that is kept cannot be made.
+    # The token was sent with its end, for only the text that is kept cannot be made.
     assert bench.job(1).failed is None
     assert bench.job(1).tokens == [*expected(bench, 1, 9), 1 << 40]
     failed = bench.job(2).failed
@@ -151,8 +151,8 @@ def test_what_is_no_error_of_the_model_goes_on(monkeypatch: pytest.MonkeyPatch) 
 def test_nothing_that_was_planned_before_counts_for_jobs_that_come_after(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The works that are left of the plan are done for rows that have failed. A job that comes at
-    once has its own rows."""
+    """The work items that are left of the plan are done for rows that have failed. A job that comes
+    at once has its own rows."""
     bench = make_two()
     bench.submit(job(1, 5, 20), job(2, 200), job_of("n", 3, 5, 30))
     bench.rounds(2)

@@ -1,4 +1,5 @@
-"""Texts to embed within the memory budget: which wait, what gives way to them, and who is told."""
+"""Texts to embed within the memory budget: which wait, what is evicted for them, and the event
+MemoryShort."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class FakeRunner:
         self.now = 0.0
 
     def change(self) -> None:
-        """Do the works that come before a slice."""
+        """Do the work items that come before a slice."""
         for work in self.schedule.take_changes():
             match work:
                 case AdmitTexts():

@@ -61,7 +61,7 @@ def make_row(number: int, *tail: int, max_tokens: int = 99, **more: Any) -> Row:
     return row
 
 
-def told(**fields: Any) -> Outcome:
+def reported(**fields: Any) -> Outcome:
     return Outcome(0.0, 3.0, Decoded(waited=1.0, **fields))
 
 
@@ -81,22 +81,22 @@ def test_behind_a_round_the_next_input_is_known() -> None:
     for token in [16, 17, 18, 19]:
         rows[0].draw(token)
     rows[1].draw(5)
-    policy.saw_round(told(accepted={1: 3}, following={1: 20, 2: 6}))
+    policy.saw_round(reported(accepted={1: 3}, following={1: 20, 2: 6}))
     assert policy.guess(rows) == ((20, 21, 22, 23), ())
     for token in [20, 21, 22]:
         rows[0].draw(token)
     rows[1].draw(6)
-    policy.saw_round(told(accepted={1: 2}, following={1: 40, 2: 11}))
+    policy.saw_round(reported(accepted={1: 2}, following={1: 40, 2: 11}))
     assert policy.guess(rows) == (), "it goes another way than before"
     rows[0].draw(40)
     rows[1].draw(11)
-    policy.saw_step(told(), None)
+    policy.saw_step(reported(), None)
     assert policy.guess(rows) == ()
     rows[0].draw(41)
     rows[1].draw(12)
-    policy.saw_step(told(), None)
+    policy.saw_step(reported(), None)
     rows[0].draw(42)
-    policy.saw_step(told(), None)
+    policy.saw_step(reported(), None)
     assert policy.guess(rows) == ((43, 44, 45), ())
 
 
@@ -110,16 +110,16 @@ def test_what_a_round_has_won_is_counted_for_all_rows() -> None:
     policy = LookupPolicy(make)
     rows = [make_row(1, 1, 12, 13, 14, 15), make_row(2, 99), make_row(3, 1, 30, 31, 32, 33)]
     policy.guess(rows)
-    policy.saw_round(told(accepted={1: 3, 3: 0}, following={}))
+    policy.saw_round(reported(accepted={1: 3, 3: 0}, following={}))
     policy.guess(rows)
-    policy.saw_round(told(accepted={}))
+    policy.saw_round(reported(accepted={}))
     policy.guess(rows)
     policy.saw_round(Outcome(3.0, 4.5, Decoded(waited=3.2)))
     policy.guess(rows[:1])
-    policy.saw_round(told(accepted={1: 1}))
+    policy.saw_round(reported(accepted={1: 1}))
     # Inputs that were right, and those that were guessed; what was proposed to rows whose input was
     # right and what held, rows, seconds. Behind a round a plain step has no time of its own. A
-    # wrong guess costs what the step takes longer than others, so all of its time is told.
+    # wrong guess costs what the step takes longer than others, so all of its time is counted.
     assert [each.rounds for each in controllers] == [
         [
             ("inputs", 2, 2),
@@ -171,9 +171,9 @@ def test_plain_steps_while_a_row_needs_a_look_at_each_token(more: dict[str, Any]
 def test_plain_steps_while_a_constraint_binds_the_next_token() -> None:
     rows = [make_row(1, 1, 12, 13, 14), make_row(2, 99)]
     policy = LookupPolicy(Eager)
-    policy.saw_step(told(bound=(2,)), None)
+    policy.saw_step(reported(bound=(2,)), None)
     assert policy.guess(rows) == ()
-    policy.saw_step(told(), None)
+    policy.saw_step(reported(), None)
     assert policy.guess(rows) == ((15, 16, 17), ())
 
 

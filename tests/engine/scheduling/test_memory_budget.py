@@ -1,4 +1,5 @@
-"""The memory budget: whose text is read, what goes where room is short, and who is told."""
+"""The memory budget: whose text is read, what is evicted where room is short, and the event
+MemoryShort."""
 
 from __future__ import annotations
 
@@ -119,7 +120,7 @@ def test_the_youngest_row_gives_its_memory_to_older_ones() -> None:
     assert {*rewound} == {2}
     assert len(rewound) <= 2, "it comes back when the older row has gone, or for a growth step"
     read = [event for event in bench.job(2).events if type(event).__name__ == "PromptRead"]
-    assert len(read) == 1, "nothing is told twice"
+    assert len(read) == 1, "nothing is sent twice"
 
 
 def test_a_preempted_row_is_heard_of() -> None:
@@ -127,10 +128,10 @@ def test_a_preempted_row_is_heard_of() -> None:
     bench.submit(job(1, 100, 600), job(2, 100, 600))
     while not bench.items(Rewind):
         bench.round()
-    told = len(bench.job(2).events)
+    reported = len(bench.job(2).events)
     while not bench.job(1).ended:
         bench.round()
-    assert any(isinstance(event, Progress) for event in bench.job(2).events[told:])
+    assert any(isinstance(event, Progress) for event in bench.job(2).events[reported:])
     bench.finish()
 
 
@@ -376,7 +377,7 @@ def test_a_row_that_was_lost_is_tried_where_nothing_else_fits() -> None:
     bench.submit(job(1, 100, 100))
     bench.finish()
     check_answers(bench, job(1, 100, 100))
-    assert len(bench.items(Rewind)) == 1, "it does not have to go for its own trial"
+    assert len(bench.items(Rewind)) == 1, "it is not preempted for its own solo decoder"
 
 
 @pytest.mark.parametrize("slots", [4.1, 4.6, 5.1, 6.1])

@@ -91,10 +91,10 @@ class Crowd:
 
     def answer(self) -> bool:
         """Answer MemoryShort, if it was not: there is no more. Returns whether it was not."""
-        told = len(self.bench.shortages)
-        if told == self._answered:
+        reported = len(self.bench.shortages)
+        if reported == self._answered:
             return False
-        self._answered = told
+        self._answered = reported
         self.bench.send(Budget(self.budget))
         return True
 

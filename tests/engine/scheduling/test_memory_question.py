@@ -15,8 +15,8 @@ PATHS = {
 
 
 def make() -> tuple[MemoryQuestion, list[MemoryShort]]:
-    told: list[MemoryShort] = []
-    return MemoryQuestion(told.append), told
+    reported: list[MemoryShort] = []
+    return MemoryQuestion(reported.append), reported
 
 
 def test_a_state_follows_another_only_by_the_table() -> None:
@@ -36,46 +36,46 @@ def test_a_state_follows_another_only_by_the_table() -> None:
 
 
 def test_the_client_is_asked_once_and_then_for_more_only() -> None:
-    question, told = make()
+    question, reported = make()
     question.ask(MOST, MOST)
-    assert told == [], "there is enough"
+    assert reported == [], "there is enough"
     for needed in (120, 120, 130):
         question.ask(needed, MOST)
-    assert told == [MemoryShort(20)], "it has not answered"
+    assert reported == [MemoryShort(20)], "it has not answered"
     question.note_answer()
     question.ask(120, MOST)
-    assert told == [MemoryShort(20)], "it has"
+    assert reported == [MemoryShort(20)], "it has"
     question.ask(130, MOST)
-    assert told == [MemoryShort(20), MemoryShort(30)]
+    assert reported == [MemoryShort(20), MemoryShort(30)]
 
 
 def test_what_is_short_again_is_asked_for_again() -> None:
-    question, told = make()
+    question, reported = make()
     question.ask(120, MOST)
     question.note_answer()
     question.note_enough()
     question.ask(120, MOST)
-    assert told == [MemoryShort(20)] * 2
+    assert reported == [MemoryShort(20)] * 2
 
 
 def test_no_text_is_refused_before_the_client_has_answered_for_it() -> None:
-    question, told = make()
+    question, reported = make()
     assert not question.ask_for(1, 120, MOST)
     assert not question.ask_for(1, 120, MOST)
-    assert told == [MemoryShort(20)]
+    assert reported == [MemoryShort(20)]
     assert not question.ask_for(2, 150, MOST), "the question under way is for less"
     question.note_answer()
     assert question.ask_for(1, 120, MOST)
     assert not question.ask_for(2, 150, MOST)
-    assert told == [MemoryShort(20), MemoryShort(50)]
+    assert reported == [MemoryShort(20), MemoryShort(50)]
     question.note_answer()
     assert question.ask_for(2, 150, MOST)
 
 
 def test_an_answer_from_before_there_was_enough_refuses_nobody() -> None:
-    question, told = make()
+    question, reported = make()
     assert not question.ask_for(1, 120, MOST)
     question.note_enough()
     question.note_answer()
     assert not question.ask_for(1, 120, MOST)
-    assert told == [MemoryShort(20)] * 2
+    assert reported == [MemoryShort(20)] * 2

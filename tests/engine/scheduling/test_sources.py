@@ -1,4 +1,4 @@
-"""Sources: a row that goes on from a kept prompt is lent it, and lends what it holds itself."""
+"""Sources: a cached prompt is moved to its row, and others begin with a copy of what rows hold."""
 
 from __future__ import annotations
 

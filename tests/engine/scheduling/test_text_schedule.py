@@ -80,8 +80,8 @@ def test_only_tokens_that_are_delivered_count() -> None:
     schedule.settle(step, outcome(Decoded()))
     [step] = plan(schedule)
     schedule.settle(step, outcome(Decoded(tokens=((1, 9), (1, 7), (1, 9)))))
-    told = [event.id for event in budget.events if isinstance(event, Token)]
-    assert told == [9, 7]
+    reported = [event.id for event in budget.events if isinstance(event, Token)]
+    assert reported == [9, 7]
     assert schedule.statistics()["tokens"] == 2
 
 

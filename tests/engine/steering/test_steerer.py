@@ -318,7 +318,7 @@ def test_a_draft_model_changes_nothing_in_what_is_steered(
     assert batch.statistics()["drafted"] > 0
 
 
-def told(
+def reported(
     batch: TextEngine, jobs: list[Job], later: Iterable[Job] = ()
 ) -> dict[int, dict[int, Any]]:
     """For each job the activations at each position, as far as its client would hear of them."""
@@ -345,7 +345,7 @@ def test_watching_tells_what_each_token_was(
     steerer.watch(Watch("m", (5, 90), 3))
     jobs = [ask(i, prompt) for i, prompt in enumerate(prompts(5, seed=14))]
     drawn = {job.id: alone(model, job.prompt) for job in jobs}
-    found = told(batch, jobs[:3], jobs[3:])
+    found = reported(batch, jobs[:3], jobs[3:])
     for job in jobs:
         text = (*job.prompt, *drawn[job.id][:-1])  # nothing is made of the last one
         hidden = hidden_states(model, text, Site(0))
@@ -366,8 +366,8 @@ def test_watching_sees_what_was_there_before_steering(models: Models, sae: Path)
     batch = make(model, steerer)
     steerer.watch(Watch("m", (3,)))
     [prompt] = prompts(1, seed=15)
-    plain = told(batch, [ask(0, prompt, tokens=1)])[0]
-    steered = told(batch, [ask(1, prompt, additive((3, STRONG)), tokens=1)])[1]
+    plain = reported(batch, [ask(0, prompt, tokens=1)])[0]
+    steered = reported(batch, [ask(1, prompt, additive((3, STRONG)), tokens=1)])[1]
     # The layer below is the same, so the first layer's own output is, too.
     assert plain[0] == pytest.approx(steered[0], abs=1e-4)
 
@@ -379,9 +379,9 @@ def test_a_long_prompt_is_watched_in_parts(
     steerer = attach(Steerer(model), sae)
     steerer.watch(Watch("m", top=4))
     [prompt] = prompts(1, seed=19)
-    whole = told(make(model, steerer), [ask(0, prompt)])
+    whole = reported(make(model, steerer), [ask(0, prompt)])
     monkeypatch.setattr("mlxsrv.engine.steering.plan._MOST_ACTIVATIONS", 3 * FEATURES)
-    parts = told(make(model, steerer), [ask(0, prompt)])
+    parts = reported(make(model, steerer), [ask(0, prompt)])
     assert parts[0].keys() == whole[0].keys()
     for position, values in whole[0].items():
         assert parts[0][position] == pytest.approx(values, abs=1e-4)

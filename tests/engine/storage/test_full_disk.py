@@ -41,17 +41,17 @@ class Disk:
 
     def write(self, seed: int) -> StoreCounts:
         cache = HandedCache((np.ones((1, 2, CHUNK, 16), np.float32),), ("float32",))
-        told: list[StoreCounts] = []
-        for _ in self.store.write(text(seed), cache, Abandoned(), told.append):
+        reported: list[StoreCounts] = []
+        for _ in self.store.write(text(seed), cache, Abandoned(), reported.append):
             pass
-        [counts] = told
+        [counts] = reported
         return counts
 
     def finds(self, seed: int) -> bool:
-        told: list[FetchedCache | None] = []
-        for _ in self.store.fetch(text(seed), Abandoned(), told.append):
+        reported: list[FetchedCache | None] = []
+        for _ in self.store.fetch(text(seed), Abandoned(), reported.append):
             pass
-        return told != [None]
+        return reported != [None]
 
 
 def test_a_full_disk_ends_the_writing_with_one_warning(

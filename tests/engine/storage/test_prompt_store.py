@@ -96,17 +96,17 @@ class Place:
 
     def write(self, tokens: Text, cache: RowCache | None = None) -> StoreCounts:
         shared = share(cache or read(self.kind, tokens), cuts=self.caches.cuts)
-        told: list[StoreCounts] = []
-        for _ in self.store.write(tokens, shared.cache, Abandoned(), told.append):
+        reported: list[StoreCounts] = []
+        for _ in self.store.write(tokens, shared.cache, Abandoned(), reported.append):
             pass
-        [counts] = told
+        [counts] = reported
         return counts
 
     def fetch(self, tokens: Text) -> RowCache | None:
-        told: list[FetchedCache | None] = []
-        for _ in self.store.fetch(tokens, Abandoned(), told.append):
+        reported: list[FetchedCache | None] = []
+        for _ in self.store.fetch(tokens, Abandoned(), reported.append):
             pass
-        [fetched] = told
+        [fetched] = reported
         if fetched is None:
             return None
         builder = CacheBuilder(self.caches, fetched, cuts=self.caches.cuts)
@@ -417,13 +417,13 @@ def test_a_write_ends_when_its_memory_is_wanted(tmp_path: Path) -> None:
     place = Place(tmp_path)
     tokens = text()
     shared = share(read("qwen3", tokens), cuts=True)
-    abandoned, told = Abandoned(), list[StoreCounts]()
-    writing = place.store.write(tokens, shared.cache, abandoned, told.append)
+    abandoned, reported = Abandoned(), list[StoreCounts]()
+    writing = place.store.write(tokens, shared.cache, abandoned, reported.append)
     next(writing)
     abandoned.within(0.0)
     for _ in writing:
         pass
-    assert [counts.files for counts in told] == [1], "the file that was begun"
+    assert [counts.files for counts in reported] == [1], "the file that was begun"
 
 
 # Unfinished files.

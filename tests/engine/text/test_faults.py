@@ -215,9 +215,11 @@ def test_what_is_watched_is_told_once(models: Any, tmp_path: Path) -> None:
         steerer.watch(Watch("m", (5,), 2))
         model.calls, model.fault = 0, fault
         events = run(engine, [(job(i, prompt(i), 10), None) for i in range(4)])
-        told = [each for each in events if isinstance(each, Activations)]
+        reported = [each for each in events if isinstance(each, Activations)]
         # A row's last token may be fed although it has ended; nobody listens then.
-        return Counter((each.job, each.position) for each in told if each.position < 20 + 10 - 1)
+        return Counter(
+            (each.job, each.position) for each in reported if each.position < 20 + 10 - 1
+        )
 
     expected = watched(lambda *_: None)
     assert {*expected.values()} == {1}

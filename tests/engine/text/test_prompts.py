@@ -364,14 +364,14 @@ def test_what_is_watched_is_told_of_every_token_of_a_prompt_that_is_cached(
     finish(engine)
     steerer.watch(Watch("m", (5,), 2))
     engine.replan()
-    told = []
+    reported = []
     for number in (1, 2):
         engine.submit(job(number, tokens))
         events = finish(engine)
         assert found(events, number) == 0
-        told.append([e for e in events if isinstance(e, Activations) and e.position < 200])
-        assert [event.position for event in told[-1]] == [*range(200)]
-    values = [[dict(event.values)[5] for event in each] for each in told]
+        reported.append([e for e in events if isinstance(e, Activations) and e.position < 200])
+        assert [event.position for event in reported[-1]] == [*range(200)]
+    values = [[dict(event.values)[5] for event in each] for each in reported]
     assert values[0] == pytest.approx(values[1], abs=1e-4)
     steerer.watch(Watch("m"))
     engine.replan()
