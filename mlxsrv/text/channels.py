@@ -4,6 +4,7 @@ from typing import Final
 
 from mlxsrv.generation.outputs import Channel
 from mlxsrv.text.scan import Scanner
+from mlxsrv.text.stage import Stage
 
 Piece = tuple[Channel, str]
 """Text of one channel."""
@@ -15,7 +16,7 @@ _NEWLINES = "\r\n"
 _NO_MARKERS = Scanner([])
 
 
-class Channels:
+class Channels(Stage[str, list[Piece]]):
     """Splits text at the think markers, which are never given out, not even in part.
 
     - Reasoning is given without the newlines after its start marker and the whitespace before its
@@ -62,7 +63,7 @@ class Channels:
         return bool(self._held)
 
     def feed(self, text: str) -> list[Piece]:
-        """Return the pieces that are certain, in order, none of them empty."""
+        """Return the pieces that are certain, none of them empty."""
         if not text:
             return []
         settled = self._lead is None and not self._held and not self._trim
@@ -74,12 +75,8 @@ class Channels:
         return self._split(self._held + text)
 
     def flush(self, *, cut: bool = False) -> list[Piece]:
-        """Return what still waited for the rest of a marker, when the answer ended.
-
-        Args:
-            cut: a limit cut the answer off. Two or more characters of a marker are then taken for
-                the marker.
-        """
+        """Return what waited. If the answer was cut off, two or more characters of a marker are
+        taken for the marker."""
         pieces: list[Piece] = []
         self._settle("" if cut and len(self._held) > 1 else self._held, pieces)
         if self._lead:
@@ -92,7 +89,7 @@ class Channels:
 
     def _split(self, text: str) -> list[Piece]:
         pieces: list[Piece] = []
-        while found := self._markers.find(text):
+        while found := self._markers.search(text):
             start, end = found
             self._settle(text[:start], pieces)
             self._cross(text[start:end])

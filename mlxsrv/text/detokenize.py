@@ -12,6 +12,8 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from mlxsrv.text.stage import Stage
+
 Scheme = Literal["byte_level", "sentencepiece"]
 
 _REPLACEMENT = "\ufffd"
@@ -93,7 +95,7 @@ def token_bytes(
     return TokenBytes(data=tuple(data), texts=tuple(map(_whole_text, data)))
 
 
-class Detokenizer:
+class Detokenizer(Stage[int, str]):
     """Detokenizer that reads a table of the ids' bytes.
 
     Ids beyond the table, which models with a padded vocabulary have, write nothing.
@@ -113,7 +115,6 @@ class Detokenizer:
         self._plain = not strip_first_space  # nothing waits, so the table's texts are right
 
     def feed(self, token_id: int) -> str:
-        """Return the text that this id completes."""
         try:
             text = self._texts[token_id]
         except IndexError:
@@ -122,7 +123,7 @@ class Detokenizer:
             return text
         return self._join(self._data[token_id])
 
-    def flush(self) -> str:
+    def flush(self, *, cut: bool = False) -> str:
         """Return nothing: an incomplete character at the end cannot be shown."""
         return ""
 
@@ -136,7 +137,7 @@ class Detokenizer:
         return text
 
 
-class DecodingDetokenizer:
+class DecodingDetokenizer(Stage[int, str]):
     """Detokenizer that calls the tokenizer's own `decode`, for tokenizers of neither scheme.
 
     The text of an id depends on its neighbours (a space at the beginning, a character in parts). So
@@ -160,9 +161,8 @@ class DecodingDetokenizer:
         self._sent = 0  # how much of the window's text was sent
 
     def feed(self, token_id: int) -> str:
-        """Return the text that this id completes."""
         if token_id in self._keep:
-            return self._drain() + self._keep[token_id]
+            return self.flush() + self._keep[token_id]
         self._ids.append(token_id)
         text = self._decode(self._ids)
         waiting = len(self._ids) - self._context
@@ -175,11 +175,7 @@ class DecodingDetokenizer:
             return ""
         return self._settle(text, min(tail, _CUT_BYTES))
 
-    def flush(self) -> str:
-        """Return the text that waited, without an incomplete character at its end."""
-        return self._drain()
-
-    def _drain(self) -> str:
+    def flush(self, *, cut: bool = False) -> str:
         """Return the text that waited, and drop a character that is still incomplete."""
         if len(self._ids) == self._context:
             return ""

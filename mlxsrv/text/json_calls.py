@@ -60,7 +60,7 @@ class JsonCall:
         if self._value is not None:
             self._value.doubted = True
 
-    def feed(self, text: str) -> int:
+    def parse(self, text: str) -> int:
         """Read up to the end of the call, or of a string in doubt; return the place in `text`."""
         at = 0
         while at < len(text) and not self.over:
@@ -69,7 +69,7 @@ class JsonCall:
                 at = self._begin(text, at)
                 continue
             start, doubted = at, value.doubted
-            at = value.feed(text, at)
+            at = value.advance(text, at)
             self._keep(text[start:at])
             if value.complete:
                 self._finish(value)
@@ -79,7 +79,7 @@ class JsonCall:
                 break
         return at
 
-    def take(self) -> str:
+    def pop_arguments(self) -> str:
         """Return the text of the arguments since the last call of this method."""
         if self.doubted:
             return ""
@@ -87,13 +87,13 @@ class JsonCall:
         self._unsent.clear()
         return text
 
-    def close(self) -> str:
+    def pop_rest(self) -> str:
         """Return the rest of the arguments of a call that is over."""
         if not self._begun:
             return "{}"
         if self._held and self._role == "arguments":
             self._settle()
-        return self.take()
+        return self.pop_arguments()
 
     def _begin(self, text: str, at: int) -> int:
         """Skip whitespace and one sign, or begin a value there; return the place after."""
@@ -189,7 +189,7 @@ class _Value:
         self.refuted = False
         self.complete = False
 
-    def feed(self, text: str, at: int) -> int:
+    def advance(self, text: str, at: int) -> int:
         """Read on from `at`; return the place after the value, or after a string in doubt."""
         if self.first not in '"{[':
             end = _AFTER_SCALAR.search(text, at)

@@ -1,9 +1,9 @@
 """The stages of one answer together: from its token ids to the parts that are sent."""
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 from mlxsrv.text.channels import CONTENT, Channels, Piece
+from mlxsrv.text.stage import Stage
 from mlxsrv.text.stops import StopStrings
 from mlxsrv.text.tools import CallFault, ToolArguments, ToolCalls, ToolOpened
 
@@ -11,14 +11,7 @@ OutputPart = Piece | ToolOpened | ToolArguments
 """One part of an answer: text of a channel, or part of a tool call."""
 
 
-class TokenStage(Protocol):
-    """A detokenizer: returns the text that an id completes, and at the end the text that waited."""
-
-    def feed(self, token_id: int, /) -> str: ...
-    def flush(self) -> str: ...
-
-
-class TextPipeline:
+class TextPipeline(Stage[Sequence[int], list[OutputPart]]):
     """Detokenizer, then channels, then tool calls, then stop strings.
 
     Tools are called in content, and stop strings apply to the rest of the content. They do not
@@ -54,7 +47,7 @@ class TextPipeline:
 
     def __init__(
         self,
-        detokenizer: TokenStage,
+        detokenizer: Stage[int, str],
         channels: Channels | None = None,
         stops: StopStrings | None = None,
         tools: ToolCalls | None = None,
@@ -100,7 +93,7 @@ class TextPipeline:
         )
 
     def feed(self, token_ids: Sequence[int]) -> list[OutputPart]:
-        """Return the parts that are safe to send, in order; neighbours are of different kinds."""
+        """Return the parts that are certain, in order; neighbours are of different kinds."""
         pieces: list[OutputPart] = []
         for token_id in token_ids:
             if self.stopped:
@@ -114,7 +107,6 @@ class TextPipeline:
         return pieces if len(pieces) < 2 else _merge(pieces)
 
     def flush(self, *, cut: bool = False) -> list[OutputPart]:
-        """Return the parts that waited when the answer ended, or was `cut` off by a limit."""
         if self.stopped:
             return []
         pieces: list[OutputPart] = []

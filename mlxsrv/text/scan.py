@@ -30,7 +30,7 @@ class Scanner:
         # Nearly all text has no such character, so callers ask this first: one search in C.
         self.start = re.compile(f"[{firsts}]" if firsts else "(?!)").search
 
-    def find(self, text: str) -> tuple[int, int] | None:
+    def search(self, text: str) -> tuple[int, int] | None:
         """Return the start and end of the first match."""
         match = None
         limit = len(text)

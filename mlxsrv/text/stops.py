@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 
 from mlxsrv.text.scan import Scanner
+from mlxsrv.text.stage import Stage
 
 
-class StopStrings:
+class StopStrings(Stage[str, str]):
     """Passes text on up to the first stop string, and nothing after that.
 
     Text waits only while it may be the beginning of a stop string. The first stop string is the one
@@ -23,13 +24,12 @@ class StopStrings:
         self.matched: str | None = None
 
     def feed(self, text: str) -> str:
-        """Return the text that is safe to send."""
         if self.matched is not None:
             return ""
         if not self._held and not self._scanner.start(text):
             return text
         text = self._held + text
-        if found := self._scanner.find(text):
+        if found := self._scanner.search(text):
             start, end = found
             self.matched = text[start:end]
             self._held = ""
@@ -42,13 +42,12 @@ class StopStrings:
         """As `feed`, but a stop string that is complete in this text does not count."""
         text = self._held + text
         begin = 0
-        while found := self._scanner.find(text[begin:]):
+        while found := self._scanner.search(text[begin:]):
             begin += found[1]
         safe = len(text) - self._scanner.held(text[begin:])
         self._held = text[safe:]
         return text[:safe]
 
-    def flush(self) -> str:
-        """Return the text that still waited for the rest of a stop string."""
+    def flush(self, *, cut: bool = False) -> str:
         text, self._held = self._held, ""
         return text

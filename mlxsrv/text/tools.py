@@ -13,7 +13,7 @@ Calls with errors:
   or a path that was cut and then closed looks right and does something else. Arguments that never
   began are `{}`.
 - If a limit cuts a call off, the part that was written is sent: the name once it is complete, and
-  the arguments so far (`cut_calls` reads dialects other than JSON). If the name is not complete,
+  the arguments so far (`_read_cut` reads dialects other than JSON). If the name is not complete,
   nothing is sent.
 - `broken` tells which of the calls that were sent are not complete, `fragment` has the text of one
   that the answer ended in, and `faults` say what was wrong, for the log.
@@ -23,17 +23,27 @@ Calls with errors:
 
 from __future__ import annotations
 
+import json
+import re
 import secrets
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import msgspec
 
 from mlxsrv.generation.outputs import is_object
-from mlxsrv.text.cut_calls import read_cut
 from mlxsrv.text.json_calls import JsonCall, as_object
 from mlxsrv.text.scan import Scanner
+from mlxsrv.text.stage import Stage
+
+# Right before a name stands one of: `call:f{`, `functions.f:0`, `name="f"`, `<function=f>`, `[f(`.
+_BEFORE = r'(?:^\s*(?:call:)?|functions\.|["=\[])'
+_AFTER = r'(?=[\s{:"<\[(>])'
+# Mistral's and Kimi's arguments.
+_JSON_ARGUMENTS = re.compile(
+    r"(?::\d+)?\s*(?:\[CALL_ID\]\w*)?(?:\[ARGS\]|<\|tool_call_argument_begin\|>)\s*(?={)"
+)
 
 
 class ToolDialect(msgspec.Struct, frozen=True):
@@ -90,7 +100,7 @@ _SPACE = string.whitespace
 _LEFTOVERS = _SPACE + "}]"
 
 
-class ToolCalls:
+class ToolCalls(Stage[str, list[ContentOrCall]]):
     """Splits content at the markers around calls, which are never given out, not even in part.
 
     - Whitespace before a call, between calls and after the last is dropped. It waits while a call
@@ -153,7 +163,6 @@ class ToolCalls:
         return self._repeated or (not self._parallel and self.calls > 0 and not self.opened)
 
     def feed(self, text: str) -> list[ContentOrCall]:
-        """Return the parts that are certain, in order."""
         if not text:
             return []
         if self._undecided:
@@ -175,8 +184,7 @@ class ToolCalls:
         self._read(text, parts)
         return parts
 
-    def flush(self, *, cut: bool) -> list[ContentOrCall]:
-        """Return the parts that waited when the answer ended, or was `cut` off by a limit."""
+    def flush(self, *, cut: bool = False) -> list[ContentOrCall]:
         parts: list[ContentOrCall] = []
         while self.inside and not self.done:
             self._read(self._end_unfinished(cut, parts), parts)
@@ -205,7 +213,7 @@ class ToolCalls:
 
     def _read_content(self, text: str, parts: list[ContentOrCall]) -> str:
         """Read content, up to a marker."""
-        found = self._markers.find(text)
+        found = self._markers.search(text)
         if found is None:
             settled = len(text) - self._markers.held(text)
             self._held = text[settled:]
@@ -223,7 +231,7 @@ class ToolCalls:
 
     def _read_for_parser(self, text: str, parts: list[ContentOrCall]) -> str:
         """Read a call for the parser, up to its end marker."""
-        found = self._ends.find(text)
+        found = self._ends.search(text)
         if found is None:
             settled = len(text) - self._ends.held(text)
             self._raw.append(text[:settled])
@@ -236,9 +244,9 @@ class ToolCalls:
 
     def _read_json(self, call: JsonCall, text: str, parts: list[ContentOrCall]) -> str:
         """Read a call in JSON, up to its end or an end marker."""
-        found = self._ends.find(text)
+        found = self._ends.search(text)
         limit = found[0] if found else len(text) - self._ends.held(text)
-        at = call.feed(text[:limit])
+        at = call.parse(text[:limit])
         self._append_json(call, parts)
         if call.over:
             return self._end_json(call, text, at, _LEFTOVERS, parts)
@@ -247,7 +255,7 @@ class ToolCalls:
         if found:
             call.doubt()
             limit = found[1]
-            call.feed(text[found[0] : limit])
+            call.parse(text[found[0] : limit])
         else:
             self._held = text[limit:]
         if not self.opened:
@@ -256,7 +264,7 @@ class ToolCalls:
 
     def _read_doubted_string(self, call: JsonCall, text: str, parts: list[ContentOrCall]) -> str:
         """Read a string with an end marker in it, until it is clear what the marker belongs to."""
-        at = call.feed(text)
+        at = call.parse(text)
         if self.opened and not call.doubted:
             self._raw.clear()
         self._append_json(call, parts)
@@ -308,7 +316,7 @@ class ToolCalls:
         if not self.opened:
             self._append_opened(call.name, parts)
             self._raw.clear()
-        if text := call.take():
+        if text := call.pop_arguments():
             self._append_arguments(text, parts)
 
     def _append_arguments(self, text: str, parts: list[ContentOrCall]) -> None:
@@ -365,7 +373,7 @@ class ToolCalls:
         if not self.opened:
             self._json = None
             return text
-        if rest := call.close():
+        if rest := call.pop_rest():
             self._append_arguments(rest, parts)
         if self.calls - 1 not in self.broken and not is_object("".join(self._arguments)):
             self._note_broken("its arguments are no JSON object")
@@ -391,7 +399,7 @@ class ToolCalls:
 
     def _append_cut_call(self, parts: list[ContentOrCall]) -> None:
         """Append what is known without the parser of a call that a limit cut off."""
-        found = read_cut("".join(self._raw), self._dialect.names)
+        found = _read_cut("".join(self._raw), self._dialect.names)
         if found is not None:
             name, arguments = found
             self._append_opened(name, parts)
@@ -435,3 +443,34 @@ def _use(call: dict[str, Any]) -> tuple[str, str]:
     if not isinstance(name, str) or not name:
         raise ValueError("a call without a name")
     return name, as_object(call.get("arguments", call.get("parameters")))
+
+
+def _read_cut(text: str, names: Sequence[str]) -> tuple[str, str] | None:
+    """Return the name of the call that `text` begins, and its arguments as far as they are known.
+
+    From half a call some parsers make arguments that look right and are wrong, such as a path
+    without its end, so none is asked. In every dialect the name stands before the arguments.
+    Arguments are sent as far as they were written, if they are JSON text.
+
+    Args:
+        names: of the tools that may be called.
+
+    Returns:
+        None if the name is not complete. The arguments may be empty.
+    """
+    if not names:
+        return None
+    any_name = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
+    found = re.search(f"{_BEFORE}({any_name}){_AFTER}", text)
+    if found is None:
+        return None
+    arguments = _JSON_ARGUMENTS.match(text, found.end())
+    return found[1], _first_object(text[arguments.end() :]) if arguments else ""
+
+
+def _first_object(text: str) -> str:
+    """Return the JSON object that `text` begins with, or all of `text` if the object has no end."""
+    try:
+        return text[: json.JSONDecoder().raw_decode(text)[1]]
+    except (ValueError, RecursionError):
+        return text

@@ -13,13 +13,13 @@ from mlxsrv.text.detokenize import (
     TokenBytes,
     token_bytes,
 )
-from mlxsrv.text.pipeline import TokenStage
+from mlxsrv.text.stage import Stage
 from tests.text.conftest import TEXTS
 
 MARKERS = ("<think>", "</think>")
 
 
-def run(stage: TokenStage, ids: Iterable[int]) -> list[str]:
+def run(stage: Stage[int, str], ids: Iterable[int]) -> list[str]:
     return [*(stage.feed(token_id) for token_id in ids), stage.flush()]
 
 

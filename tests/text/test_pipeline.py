@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from mlxsrv.text.channels import Channels, Piece
 from mlxsrv.text.detokenize import DecodingDetokenizer, Detokenizer, TokenBytes, token_bytes
 from mlxsrv.text.pipeline import OutputPart, TextPipeline
+from mlxsrv.text.stage import Stage
 from mlxsrv.text.stops import StopStrings
 from mlxsrv.text.tools import ToolArguments, ToolCalls, ToolDialect, ToolOpened
 from tests.support.cuts import cut, joined
@@ -203,11 +204,11 @@ def test_a_stop_string_inside_a_call_stops_nothing(byte_level: Any, table: Token
 
 
 def test_a_call_behind_a_stop_string_is_none() -> None:
-    class AtOnce:
+    class AtOnce(Stage[int, str]):
         def feed(self, token_id: int) -> str:
             return f"STOP{CALL}"
 
-        def flush(self) -> str:
+        def flush(self, *, cut: bool = False) -> str:
             return ""
 
     tools = ToolCalls(

@@ -95,10 +95,10 @@ def test_the_scanner_answers_for_a_whole_text(text: str, stops: list[str]) -> No
     scanner = Scanner(stops)
     before, matched = first_match(text, stops)
     if matched is None:
-        assert scanner.find(text) is None
+        assert scanner.search(text) is None
         assert scanner.held(text) == may_match(text, stops)
     else:
-        assert scanner.find(text) == (len(before), len(before) + len(matched))
+        assert scanner.search(text) == (len(before), len(before) + len(matched))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 100])

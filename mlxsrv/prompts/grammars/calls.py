@@ -67,7 +67,7 @@ class CallConstraint:
     def _look(self, text: str) -> None:
         """Begin a call if the content has a whole marker now."""
         text = self._tail + text
-        found = self._markers.find(text)
+        found = self._markers.search(text)
         if found is None:
             held = self._markers.held(text)
             self._tail = text[len(text) - held :]
