@@ -34,15 +34,12 @@ _SET_AT_START: Mapping[str, str] = {
 """Remedies for changes that only one of several replicas would make, by the beginnings of paths."""
 
 
-def _refuse_change(operation: Operation) -> None:
-    """Raises SetAtStart if the operation changes something."""
-    path = operation.path
-    if operation.method != "GET" and operation.id != "getHighest":
-        remedy = next(text for begin, text in _SET_AT_START.items() if path.startswith(begin))
-        raise SetAtStart(
-            f"{operation.method} {path} would change one replica only, so no replica does it: "
-            f"{remedy}"
-        )
+def _one_replica_only(method: str, path: str) -> SetAtStart:
+    """The error for a change while several replicas serve."""
+    remedy = next(text for begin, text in _SET_AT_START.items() if path.startswith(begin))
+    return SetAtStart(
+        f"{method} {path} would change one replica only, so no replica does it: {remedy}"
+    )
 
 
 def _managed(
@@ -54,8 +51,15 @@ def _managed(
     *,
     status: int = 200,
     fails: tuple[int, ...] = (),
+    reads: bool = False,
 ) -> Callable[[Callable[..., Awaitable[object]]], OperationRoute]:
-    """Make a route of its handler; for the arguments see `Operation`."""
+    """Make a route of its handler.
+
+    Args:
+        reads: whether it changes nothing though its method is not GET; for the others see
+            `Operation`.
+    """
+    changes = method != "GET" and not reads
 
     def declare(handler: Callable[..., Awaitable[object]]) -> OperationRoute:
         types = get_type_hints(handler)
@@ -64,8 +68,8 @@ def _managed(
         query = None if has_body else kind
 
         async def endpoint(request: Request) -> Response:
-            if request.app.membership is not None:
-                _refuse_change(operation)
+            if changes and request.app.membership is not None:
+                raise _one_replica_only(method, path)
             headers: Mapping[str, str] | None = None
             given: dict[str, object] = dict(request.path_params)
             if body is not None:
@@ -389,7 +393,13 @@ async def clear_statistics(service: Service, asked: wire.StatisticsQuery) -> ste
     return monitor.report
 
 
-@_managed("POST", "/api/monitoring/statistics/top", "getHighest", "The features that were highest")
+@_managed(
+    "POST",
+    "/api/monitoring/statistics/top",
+    "getHighest",
+    "The features that were highest",
+    reads=True,
+)
 async def get_highest(service: Service, asked: wire.TopRequest) -> list[steering.FeatureStatistics]:
     monitor = (await service.steering.find(asked.model)).monitor
     return monitor.highest(asked.k, asked.metric)
