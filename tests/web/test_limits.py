@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import socket
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,7 +18,7 @@ import pytest
 
 from tests.support.client import CHAT, COMPLETIONS, ask, chat, completion, refused
 from tests.support.fixtures import Folders
-from tests.support.serving import PATIENCE, Server, serving
+from tests.support.serving import PATIENCE, Server, serving, wait_for
 
 LIMIT = 64 * 1024
 """Bytes of headers."""
@@ -289,6 +292,32 @@ def test_what_is_in_doubt_is_refused_in_its_turn(hurried: Server) -> None:
     for name, answer in zip(UNCLEAR, pipelined, strict=True):
         assert answer.statuses == [200, UNCLEAR[name][1]], (name, answer.data)
     well(hurried)
+
+
+def test_nothing_is_read_after_the_last_request(hurried: Server) -> None:
+    last = head(f"Content-Length: {len(LONG)}", "Connection: close") + LONG
+    answer = send(hurried, last, b"\x00no request", pause=0.05)
+    assert answer.statuses == [200]
+    well(hurried)
+
+
+def test_a_refused_connection_that_lingers_does_not_disturb_the_end(
+    folders: Folders, tmp_path: Path
+) -> None:
+    with serving(tmp_path, "--model", f"t={folders.plain}") as server:
+        refused = [
+            head("Transfer-Encoding: chunked") + b"no size\r\n",
+            head(path="/health#x", method="GET"),
+            head(path="/health", method="GET") + b"no request\r\n\r\n",
+        ]
+        with ExitStack() as stack:
+            for data in refused:
+                connection = socket.create_connection(server.address, PATIENCE)
+                stack.enter_context(connection).sendall(data)
+            wait_for(lambda: len(server.log("request refused")) == len(refused), why="all are")
+            server.signal(signal.SIGTERM)
+            assert server.exit_status() == 0
+        assert "Traceback" not in server.log_text()
 
 
 def test_a_url_as_target_is_its_path(hurried: Server) -> None:
