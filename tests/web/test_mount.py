@@ -97,6 +97,7 @@ def test_the_catalogue_is_there(under: httpx.Client) -> None:
     check_schema(models, "ListModelsResponse")
     assert "t" in {model["id"] for model in models["data"]}
     assert under.get("/v1/models/t").json()["id"] == "t"
+    answer(ask(under, chat()))  # the model is loaded then
     assert under.get("/health").status_code == 200
 
 
