@@ -1,45 +1,4 @@
-"""Every error that a client can be told.
-
-ServeError                    500 server_error            internal_error
-├─ InvalidRequest             400 invalid_request_error   invalid_value
-│  ├─ InvalidHTTP             400                         invalid_http
-│  ├─ InvalidJSON             400                         invalid_json
-│  ├─ MissingParameter        400                         missing_required_parameter
-│  ├─ UnsupportedParameter    400                         unsupported_parameter
-│  ├─ ContextLengthExceeded   400                         context_length_exceeded
-│  ├─ SAENotAttached          400                         sae_not_attached
-│  ├─ SAEIncompatible         400                         sae_incompatible
-│  ├─ InvalidFeatureIndex     400                         invalid_feature_index
-│  ├─ ModelNotFound           404                         model_not_found
-│  ├─ ThreadNotFound          404                         thread_not_found
-│  ├─ SAENotFound             404                         sae_not_found
-│  ├─ ProfileNotFound         404                         profile_not_found
-│  ├─ ResponseNotFound        404                         response_not_found
-│  ├─ PreviousResponseNotFound
-│  │                          404                         previous_response_not_found
-│  ├─ StoredItemNotFound      404                         item_not_found
-│  ├─ SAEAttached             409                         sae_attached
-│  ├─ SAEExists               409                         sae_exists
-│  ├─ ProfileExists           409                         profile_exists
-│  ├─ SetAtStart              409                         set_at_start
-│  ├─ RouteNotFound           404                         not_found
-│  ├─ MethodNotAllowed        405                         method_not_allowed
-│  ├─ RequestTimeout          408                         request_timeout
-│  ├─ RequestTooLarge         413                         request_too_large
-│  └─ HeadersTooLarge         431                         headers_too_large
-├─ InvalidAPIKey              401 authentication_error    invalid_api_key
-├─ OriginNotAllowed           403 permission_error        origin_not_allowed
-├─ HostNotAllowed             403 permission_error        host_not_allowed
-├─ ActionNotAllowed           403 permission_error        action_not_allowed
-├─ RateLimited                429 rate_limit_error        rate_limit_exceeded
-├─ Overloaded                 503 server_error            overloaded
-├─ ModelNotLoaded             503 server_error            model_not_loaded
-│  └─ BackendMissing
-├─ InsufficientMemory         507 server_error            insufficient_memory
-├─ EngineFailed               503 server_error            engine_failed
-├─ StoreFailed                503 server_error            store_failed
-├─ ShuttingDown               503 server_error            shutting_down
-└─ DeadlineExceeded           504 server_error            timeout
+"""Every error that a client can get; docs/errors.md says when.
 
 A class has the status, the type, the code and, where waiting helps, the seconds after which to try
 again. An instance adds the message and the field that it concerns (`param`).
@@ -250,7 +209,7 @@ class Overloaded(ServeError):
     """The server has too much to do.
 
     Args:
-        retry_after: seconds after which there is room, as far as that can be told.
+        retry_after: seconds after which there is room, as far as that is known.
     """
 
     status = 503

@@ -218,9 +218,9 @@ class GenerationSpec(Struct, frozen=True, kw_only=True):
         choices: how many answers to each prompt.
         logprobs: how many tokens are scored beside each token of an answer; None: no scores.
         prompt_logprobs: the same for the prompt.
-        tells_tokens: whether the ids of the prompt and of generated tokens are told.
+        returns_ids: whether the answer has the ids of the prompt and of generated tokens.
         names_ids: whether tokens in log-probabilities are named by their ids.
-        timed: whether the time that prompt and answer took is told.
+        timed: whether the answer says how long prompt and answer took.
         streamed: whether the answer is sent while it is written.
         user: the client's name for its user, for the log and for its turns.
         priority: of the request, if it says so; a lower number is served earlier.
@@ -248,7 +248,7 @@ class GenerationSpec(Struct, frozen=True, kw_only=True):
     choices: int = 1
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    tells_tokens: bool = False
+    returns_ids: bool = False
     names_ids: bool = False
     timed: bool = False
     streamed: bool = False

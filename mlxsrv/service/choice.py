@@ -50,7 +50,7 @@ class Choice:
         pipeline: makes text of its tokens; no other choice uses it.
         scores: given if log-probabilities are wanted.
         echo: the prompt, if the answer begins with it.
-        tells_tokens: whether the outputs have the ids of the prompt and of generated tokens.
+        returns_ids: whether the outputs have the ids of the prompt and of generated tokens.
         spelling: returns a token's bytes; given if the scores of the prompt are wanted.
     """
 
@@ -62,7 +62,7 @@ class Choice:
         *,
         scores: Scores | None = None,
         echo: str = "",
-        tells_tokens: bool = False,
+        returns_ids: bool = False,
         spelling: Callable[[int], bytes] | None = None,
     ) -> None:
         self.index = index
@@ -77,9 +77,9 @@ class Choice:
         self._prompt_tokens_read = 0
         self._scores = scores
         self._echo = echo
-        self._tells_tokens = tells_tokens
+        self._returns_ids = returns_ids
         self._spelling = spelling
-        self._prompt_pending = tells_tokens or spelling is not None
+        self._prompt_pending = returns_ids or spelling is not None
 
         # Arrived, and not read yet.
         self._opening: list[Output] = []
@@ -174,7 +174,7 @@ class Choice:
             outputs += self._outputs(self.pipeline.flush(cut=cut))  # may complete a stop string
             if self._scores is not None and not self.pipeline.stopped:
                 outputs += self._extra(self._scores.rest(self._end))
-        if self._tells_tokens:
+        if self._returns_ids:
             outputs += self._drawn(tokens[: self.pipeline.tokens - before])
         if self.pipeline.stopped:
             self._end_tokens = 0
@@ -182,7 +182,7 @@ class Choice:
                 self._finish("stop")
             self.finish = "stop"
             if self._scores is not None:
-                outputs += self._extra(self._scores.cut())
+                outputs += self._extra(self._scores.discard_waiting())
         if self.finish is not None:
             self.enter(State.CLOSED)
             outputs.append(self._ended())
@@ -200,7 +200,7 @@ class Choice:
 
     @property
     def reason(self) -> FinishReason:
-        """Why the choice ended, as its client is told."""
+        """Why the choice ended, as its client sees it."""
         finish = self.finish or "stop"
         return "tool_calls" if finish == "stop" and self.pipeline.calls else finish
 
@@ -212,7 +212,7 @@ class Choice:
         scores = None
         if self._spelling is not None:
             scores = rank_prompt(self.job.prompt, self._prompt, self._spelling)
-        return [PromptInfo(self.index, self.job.prompt if self._tells_tokens else None, scores)]
+        return [PromptInfo(self.index, self.job.prompt if self._returns_ids else None, scores)]
 
     def _drawn(self, tokens: list[int]) -> list[Output]:
         """The ids that were read, and the end token, which is not part of the text."""

@@ -63,7 +63,7 @@ class ChoiceFactory:
             pipeline,
             scores=None if spec.logprobs is None else self._make_scores(),
             echo=prompt.text if spec.echoes else "",
-            tells_tokens=spec.tells_tokens,
+            returns_ids=spec.returns_ids,
             spelling=None if spec.prompt_logprobs is None else tokenizer.token_bytes_or_name,
         )
 

@@ -100,7 +100,7 @@ class EmbeddingTask:
         except (EngineFailed, InsufficientMemory):
             raise
         except ServeError as error:
-            # The reason may tell of the inside, so it is for the log only.
+            # The reason may show internals, so it is for the log only.
             log(
                 _log,
                 logging.ERROR,

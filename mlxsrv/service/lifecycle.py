@@ -38,7 +38,7 @@ class State(Enum):
     QUEUED = "queued"
     """Waits for a row."""
     SUBMITTED = "submitted"
-    """Has a row. The engine still works on other prompts."""
+    """Has a row. The engine still reads other prompts."""
     RUNNING = "running"
     """The engine reads its prompt or generates its tokens."""
     FINISHED = "finished"

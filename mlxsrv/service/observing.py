@@ -33,7 +33,7 @@ class Generated(Struct, frozen=True, kw_only=True):
     Attributes:
         reasons: why each choice ended; empty if the reply failed or its client left.
         begun: when the reply was made.
-        ttft: seconds until its first text was read, as the log tells it; None if none was.
+        ttft: seconds until its first text was read, as in the log; None if none was.
         submitted: when the engine got its first job; None if it got none.
         first_token, last_token: when they arrived; None if there is none, or if no observer is
             timed.
@@ -126,8 +126,8 @@ class Timing:
 
     def __init__(self, observers: Sequence[Observer], model: str, *, wanted: bool) -> None:
         self._wanted = wanted or any(observer.timed for observer in observers)
-        told = [observer.tokens(model) for observer in observers]
-        self._tells = tuple(tell for tell in told if tell is not None)
+        callbacks = [observer.tokens(model) for observer in observers]
+        self._callbacks = tuple(each for each in callbacks if each is not None)
         self.begun = monotonic()
         self.submitted: float | None = None
         self.first_token: float | None = None
@@ -161,7 +161,7 @@ class Timing:
             self.submitted = monotonic()
         if not self._wanted:
             return receive
-        tells = self._tells
+        callbacks = self._callbacks
         last: float | None = None
 
         def receive_and_note(event: JobEvent) -> None:
@@ -169,8 +169,8 @@ class Timing:
             if type(event) is Token:
                 now = monotonic()
                 gap = None if last is None else now - last
-                for tell in tells:
-                    tell(gap)
+                for callback in callbacks:
+                    callback(gap)
                 if self.first_token is None:
                     self.first_token = now
                 if last is None:

@@ -101,7 +101,7 @@ class Reply:
             resources.settings, lease.model, lambda: resources.pool.engine.heard, self._expire
         )
         # A keep-alive opens the stream with status 200. A prompt that does not fit is refused
-        # before that, unless a download comes first, which tells what fits.
+        # before that, unless a download comes first, which shows what fits.
         self._wakeup = Wakeup(
             resources.settings.keepalive,
             lambda: bool(self._choices) or lease.model.state is LoadState.FETCHING,
@@ -445,7 +445,7 @@ class Reply:
         log(_log, level, "stream error", **fields, code=code, cause=cause, tokens=tokens)
 
     def _log_faults(self, choice: Choice) -> None:
-        """Tell what was wrong with the tool calls of a choice, if anything was."""
+        """Log what was wrong with the tool calls of a choice, if anything was."""
         if faults := choice.pipeline.faults:
             cause = "; ".join(dict.fromkeys(faults))
             log(_log, logging.INFO, "tool call broken", **self._log_fields(), cause=cause)

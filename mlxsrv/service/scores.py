@@ -25,7 +25,7 @@ class Scores:
         spelling: the same, but special tokens have their names, as in a prompt.
         strips_space: whether the text lacks the space that its first token begins with.
         every: whether tokens that write no text have scores too: see `rest`. Text completions need
-            that. They also tell alternatives by name: the token itself is one of them, and each has
+            that. They also name alternatives: the token itself is one of them, and each has
             a name of its own.
         ends: tokens that end answers. One that is ignored has its name in the scores.
         numbered: whether tokens are named by their ids.
@@ -73,9 +73,9 @@ class Scores:
         """The last tokens are a marker, a thought or a tool call, and no content. Returns the score
         of the token in which the content ended, if it ended within one."""
         self._after_block = True
-        return self.cut()
+        return self.discard_waiting()
 
-    def cut(self) -> tuple[TokenScore, ...]:
+    def discard_waiting(self) -> tuple[TokenScore, ...]:
         """Forget what waits. Returns the score of a token that is partly in the text, if any."""
         begun: tuple[TokenScore, ...] = ()
         if self._waiting:
@@ -99,7 +99,7 @@ class Scores:
         """The scores that still wait when an answer has ended by itself or at its limit. With
         `every`: those of half a character or a special token, and of the end token."""
         if not self._every:
-            return self.cut()
+            return self.discard_waiting()
         waiting = [score for _, score in self._waiting]
         if end is not None and end.likelihood is not None:
             waiting.append(self._score(end.id, b"", end.likelihood, named=True))

@@ -314,7 +314,7 @@ class Service:
         return self._describe(await catalogue.find(name, download=False))
 
     async def show(self, name: str) -> tuple[ModelObject, ModelFacts]:
-        """A model with all that its files tell. Raises ModelNotFound."""
+        """A model with all that its files say. Raises ModelNotFound."""
         described = await self.model(name)
         entry = self.pool.catalogue.known(described.id)
         facts = ModelFacts() if entry is None else await anyio.to_thread.run_sync(read_facts, entry)
@@ -427,7 +427,7 @@ class Service:
         """End the requests that are left, and leave the device thread."""
         self._draining = True
         self._end_all()
-        await self.saes.cancel()
+        await self.saes.shut_down()
         await self.pool.shut_down()
 
     def _end_all(self) -> None:

@@ -68,7 +68,7 @@ def model_object(
 
 
 def read_facts(entry: ModelEntry) -> ModelFacts:
-    """Return what the files of a model tell beside its description. Blocks."""
+    """Return what the files of a model say beside its description. Blocks."""
     folder, known = entry.source.folder(), entry.description
     if folder is None or known is None:
         return ModelFacts()

@@ -1,4 +1,4 @@
-"""Tells a model's reasoning from its content, by the markers around the reasoning."""
+"""Separates a model's reasoning from its content, by the markers around the reasoning."""
 
 from typing import Final
 

@@ -82,7 +82,7 @@ def token_bytes(
     tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
     data = [b"" if token is None else spell(token) for token in tokens]
     added = tokenizer.added_tokens_decoder
-    # Ids of added tokens may lie beyond the size that a tokenizer tells, with a gap before them.
+    # Ids of added tokens may lie beyond the size that a tokenizer reports, with a gap before them.
     data.extend([b""] * (max(added, default=-1) + 1 - len(data)))
     for token_id, token in added.items():
         as_it_stands = token.content.encode()
@@ -145,7 +145,7 @@ class DecodingDetokenizer(Stage[int, str]):
     The window is bounded, so the cost of an id does not grow with the text.
 
     A U+FFFD that the model wrote waits a few ids for what follows, and is lost at the very end:
-    `decode` does not tell it from an incomplete character.
+    `decode` does not distinguish it from an incomplete character.
 
     Args:
         keep: the texts of special ids that `decode` would skip and a later stage looks for.

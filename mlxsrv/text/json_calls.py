@@ -167,7 +167,7 @@ class JsonCall:
 class _Value:
     """Finds the end of a JSON value that arrives in pieces.
 
-    It only tells strings from brackets, and does not check that the rest is JSON.
+    It only distinguishes strings from brackets, and does not check that the rest is JSON.
 
     Attributes:
         first: the value's first character.

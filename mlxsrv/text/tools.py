@@ -15,7 +15,7 @@ Calls with errors:
 - If a limit cuts a call off, the part that was written is sent: the name once it is complete, and
   the arguments so far (`_read_cut` reads dialects other than JSON). If the name is not complete,
   nothing is sent.
-- `broken` tells which of the calls that were sent are not complete, `fragment` has the text of one
+- `broken` says which of the calls that were sent are not complete, `fragment` has the text of one
   that the answer ended in, and `faults` say what was wrong, for the log.
 - A call of a tool that the request does not have is a call: the client answers it with an error,
   from which the model learns. It is a fault for the log only.

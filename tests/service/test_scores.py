@@ -56,8 +56,8 @@ def test_of_what_a_stop_string_cuts_only_the_beginning_is_told() -> None:
     stage = scores()
     take(stage, [0, 1, 2])
     assert [score.token for score in stage.release("ab")] == [b"a"]
-    assert [score.token for score in stage.cut()] == [b"b"]
-    assert stage.cut() == ()
+    assert [score.token for score in stage.discard_waiting()] == [b"b"]
+    assert stage.discard_waiting() == ()
 
 
 def test_thoughts_and_markers_have_no_scores() -> None:
@@ -111,7 +111,7 @@ def test_a_token_that_is_cut_is_named_by_what_is_left() -> None:
     stage = scores(every=True)
     take(stage, [1])
     assert stage.release("b") == ()
-    [told] = stage.cut()
+    [told] = stage.discard_waiting()
     assert TextScores().write([told]).tokens == ["b"]
 
 

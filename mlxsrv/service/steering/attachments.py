@@ -249,7 +249,7 @@ class SAEs:
             except Exception:
                 _log.exception("SAE not attached")
 
-    async def cancel(self) -> None:
+    async def shut_down(self) -> None:
         """Cancel what is under way."""
         if self._beginning is not None:
             self._beginning.cancel()

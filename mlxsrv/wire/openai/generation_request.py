@@ -238,7 +238,7 @@ class GenerationRequest(TextRequest, frozen=True, kw_only=True):
             choices=self.choices,
             logprobs=self.likeliest,
             prompt_logprobs=self.prompt_logprobs,
-            tells_tokens=bool(self.return_token_ids),
+            returns_ids=bool(self.return_token_ids),
             names_ids=bool(self.return_tokens_as_token_ids),
             timed=self.timed,
             streamed=bool(self.stream),
