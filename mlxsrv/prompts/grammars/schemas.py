@@ -222,12 +222,7 @@ class _Preparation:
         """Prepare the keywords for properties. If the object is to be closed, they have the keys
         that others list, too."""
         given = {key: node[key] for key in _OBJECT if key in node}
-        names, least = _listing(node).names | beside.names, node.get("minProperties")
-        others_may_come = "additionalProperties" in node or beside.open
-        others_must_come = isinstance(least, int) and least > len(names)
-        listed = isinstance(given.get("properties"), dict)
-        if self._close and listed and not (others_may_come or others_must_come):
-            self._step(len(names))
+        if self._close and not beside.open and self._must_close(node, beside):
             more = [*_texts(node.get("required")), *sorted(beside.names)]
             given["properties"] = given["properties"] | {
                 name: True for name in more if name not in given["properties"]
@@ -237,6 +232,12 @@ class _Preparation:
                 given["patternProperties"] = patterns | given["patternProperties"]
             given["additionalProperties"] = False
         return {key: self._part(key, given[key]) for key in _OBJECT if key in given}
+
+    def _must_close(self, node: JSONSchema, beside: _ListedKeys) -> bool:
+        if "additionalProperties" in node or not isinstance(node.get("properties"), dict):
+            return False
+        names, least = _listing(node).names | beside.names, node.get("minProperties")
+        return not (isinstance(least, int) and least > len(names))  # else more must come
 
     def _reference(self, target: Any, beside: _ListedKeys) -> Any:
         node = self._resolve(target)
@@ -273,8 +274,8 @@ class _Preparation:
         self, node: JSONSchema, groups: list[tuple[str, int, Any]], beside: _ListedKeys
     ) -> list[_ListedKeys]:
         """Return what all others list: for the schema's own keywords, then for each group."""
-        if len(groups) == 1 and _listing(node) == _NOTHING:
-            return [beside, beside]
+        if not groups or (len(groups) == 1 and _listing(node) == _NOTHING):
+            return [beside] * (len(groups) + 1)
         listings = [_listing(node), *(self._listed(inner) for _, _, inner in groups)]
         before = [*accumulate(listings[:-1], or_, initial=beside)]
         after = [*accumulate(reversed(listings[1:]), or_, initial=_NOTHING)]
