@@ -221,22 +221,21 @@ class _Preparation:
     def _object(self, node: JSONSchema, beside: _ListedKeys) -> JSONSchema:
         """Prepare the keywords for properties. If the object is to be closed, they have the keys
         that others list, too."""
-        given = {key: node[key] for key in _OBJECT if key in node}
+        ready = {key: self._part(key, node[key]) for key in _OBJECT if key in node}
         if self._close and not beside.open and self._must_close(node, beside):
-            more = [*_texts(node.get("required")), *sorted(beside.names)]
-            given["properties"] = given["properties"] | {
-                name: True for name in more if name not in given["properties"]
-            }
-            if beside.patterns and isinstance(given.setdefault("patternProperties", {}), dict):
-                patterns = dict.fromkeys(sorted(beside.patterns), True)
-                given["patternProperties"] = patterns | given["patternProperties"]
-            given["additionalProperties"] = False
-        return {key: self._part(key, given[key]) for key in _OBJECT if key in given}
+            for name in [*_texts(node.get("required")), *sorted(beside.names)]:
+                ready["properties"].setdefault(name, True)
+            if beside.patterns and isinstance(ready.setdefault("patternProperties", {}), dict):
+                for pattern in sorted(map(ascii_classes, beside.patterns)):
+                    ready["patternProperties"].setdefault(pattern, True)
+            ready["additionalProperties"] = False
+        return ready
 
     def _must_close(self, node: JSONSchema, beside: _ListedKeys) -> bool:
         if "additionalProperties" in node or not isinstance(node.get("properties"), dict):
             return False
         names, least = _listing(node).names | beside.names, node.get("minProperties")
+        self._step(len(names))
         return not (isinstance(least, int) and least > len(names))  # else more must come
 
     def _reference(self, target: Any, beside: _ListedKeys) -> Any:
