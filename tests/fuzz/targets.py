@@ -88,7 +88,9 @@ def check_queries(data: bytes) -> None:
 
 def _ask(request: msgspec.Struct) -> None:
     """Whatever else it tells, and what it asks of a model, or an InvalidRequest."""
-    if isinstance(request, Asking) and not getattr(request, "is_empty", False):
+    # A request may ask for no text, and what it refers to is looked up first.
+    apart = getattr(request, "is_empty", False) or getattr(request, "references", ())
+    if isinstance(request, Asking) and not apart:
         with contextlib.suppress(InvalidRequest):
             request.spec()
     for name in dir(type(request)):

@@ -34,7 +34,6 @@ from mlxsrv.wire.ollama import answers as ollama
 from mlxsrv.wire.ollama.requests import OllamaChatRequest
 from mlxsrv.wire.openai import answers as openai
 from mlxsrv.wire.openai.builders import ChatBuilder
-from mlxsrv.wire.responses.answers import fail_response, make_response
 from mlxsrv.wire.responses.builder import ResponseBuilder
 from tests.support.anthropic_streams import check_type, hear
 from tests.support.responses_streams import WHO, check_order
@@ -237,7 +236,7 @@ def test_every_error_can_end_a_response() -> None:
     """With a code that the SDK knows; it types no other, and Codex knows one more."""
     codes = {*get_args(sdk.ResponseError.model_fields["code"].annotation)}
     for error in ERRORS:
-        body = as_sent(fail_response(make_response(REQUEST, WHO), [], error("no")))
+        body = read_events(BUILDERS["responses"]().error(error("no")))[-1]["response"]
         known = {"context_length_exceeded"} if error is errors.ContextLengthExceeded else codes
         assert body["error"]["code"] in known, error
         assert (body["error"]["code"] == "server_error") == (error.status >= 500), error

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import Mapping
 from typing import Any, Literal
 
-import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
-from mlxsrv.errors import ServeError
-from mlxsrv.generation.outputs import FinishReason, Identity, Usage
+from mlxsrv.generation.outputs import Identity, Usage
 from mlxsrv.wire.openai.logprobs import TokenLogprob
 from mlxsrv.wire.responses.conversation import seal
 from mlxsrv.wire.responses.requests import PlainFormat, ResponsesRequest
@@ -91,16 +88,9 @@ def new_item_id(type: str) -> str:
 
 def make_call(tool: CallableTool, call_id: str) -> OutputCall | OutputCustomCall:
     """Return a call that begins, as the client knows the tool."""
-    if tool.custom:
-        return OutputCustomCall(
-            id=new_item_id("custom_tool_call"),
-            call_id=call_id,
-            name=tool.name,
-            namespace=tool.namespace,
-        )
-    return OutputCall(
-        id=new_item_id("function_call"), call_id=call_id, name=tool.name, namespace=tool.namespace
-    )
+    kind = OutputCustomCall if tool.custom else OutputCall
+    id = new_item_id(str(kind.__struct_config__.tag))
+    return kind(id=id, call_id=call_id, name=tool.name, namespace=tool.namespace)
 
 
 def make_reasoning(
@@ -216,39 +206,6 @@ def make_response(request: ResponsesRequest, identity: Identity) -> ResponseObje
         truncation=request.truncation or "disabled",
         user=UNSET if request.user is None else request.user,
     )
-
-
-def end_response(
-    begun: ResponseObject, output: list[OutputItem], reason: FinishReason, usage: Usage
-) -> ResponseObject:
-    """Return the response at its end."""
-    cut = reason if reason in ("length", "timeout") else None
-    details = None
-    if cut is not None:
-        details = IncompleteDetails("timeout" if cut == "timeout" else "max_output_tokens")
-    return msgspec.structs.replace(
-        begun,
-        status="completed" if details is None else "incomplete",
-        incomplete_details=details,
-        completed_at=int(time.time()) if details is None else None,
-        output=output,
-        usage=ResponsesUsage.of(usage),
-    )
-
-
-def fail_response(
-    begun: ResponseObject, output: list[OutputItem], error: ServeError
-) -> ResponseObject:
-    """Return a response that ends with an error."""
-    problem = ResponseProblem(_problem_code(error), error.message)
-    return msgspec.structs.replace(begun, status="failed", error=problem, output=output)
-
-
-def _problem_code(error: ServeError) -> str:
-    """One of OpenAI's codes for responses; their number is limited."""
-    if error.code in ("context_length_exceeded", "rate_limit_exceeded"):
-        return error.code
-    return "server_error" if error.status >= 500 else "invalid_prompt"
 
 
 class InputTokens(Struct, frozen=True, kw_only=True):

@@ -11,8 +11,9 @@ object is done, but incomplete: clients tell the model what is wrong with it.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
@@ -23,6 +24,7 @@ from mlxsrv.generation.outputs import (
     Answer,
     Channel,
     Ended,
+    FinishReason,
     Identity,
     TokenScore,
     Usage,
@@ -31,6 +33,7 @@ from mlxsrv.generation.outputs import (
 from mlxsrv.wire.dialect import Builder, Dialect
 from mlxsrv.wire.openai.logprobs import TokenLogprob, chat_logprobs
 from mlxsrv.wire.responses.answers import (
+    IncompleteDetails,
     ItemStatus,
     OutputItem,
     OutputMessage,
@@ -38,9 +41,9 @@ from mlxsrv.wire.responses.answers import (
     OutputText,
     ReasoningText,
     ResponseObject,
+    ResponseProblem,
+    ResponsesUsage,
     SummaryText,
-    end_response,
-    fail_response,
     make_call,
     make_reasoning,
     make_response,
@@ -77,6 +80,12 @@ from mlxsrv.wire.responses.tools import CallableTool
 
 KeepResponse = Callable[[ResponseObject], None]
 
+_CUTS: Mapping[FinishReason, IncompleteDetails] = {
+    "length": IncompleteDetails("max_output_tokens"),
+    "timeout": IncompleteDetails("timeout"),
+}
+"""Ends of answers that are not complete."""
+
 
 class ResponseBuilder(Builder):
     """One response. A whole one is the last state of its stream.
@@ -98,7 +107,7 @@ class ResponseBuilder(Builder):
 
     def whole(self, answers: Sequence[Answer], usage: Usage) -> ResponseObject:
         [answer] = answers
-        cut = answer.reason in ("length", "timeout")
+        cut = answer.reason in _CUTS
         broken = [i for i, use in enumerate(answer.tools) if not use.complete]
         # What was written of a call that was cut off before it had a name belongs to the text.
         nameless = "" if len(answer.tools) - 1 in broken else answer.fragment
@@ -155,26 +164,33 @@ class ResponseBuilder(Builder):
 
     def end(self, ended: Ended) -> bytes:
         assert ended.usage is not None  # there is one choice
-        cut = ended.reason in ("length", "timeout")
+        cut = _CUTS.get(ended.reason)
         data = b""
         if ended.fragment and self._calls - 1 not in ended.broken:
             data = self.text(0, "content", ended.fragment)  # of a call that has no item
-        elif cut and ended.fragment and isinstance(self._open, _OpenCall):
+        elif cut is not None and ended.fragment and isinstance(self._open, _OpenCall):
             self._abandon()
-        data += self._close("incomplete" if cut else "completed")
-        if not cut and all(isinstance(item, OutputReasoning) for item in self._items):
+        data += self._close("completed" if cut is None else "incomplete")
+        if cut is None and all(isinstance(item, OutputReasoning) for item in self._items):
             # Clients look for a message or a call.
             data += self._begin(self._new_text("content")) + self._close("completed")
-        self._response = end_response(self._response, self._items, ended.reason, ended.usage)
+        self._response = replace(
+            self._response,
+            status="completed" if cut is None else "incomplete",
+            incomplete_details=cut,
+            completed_at=int(time.time()) if cut is None else None,
+            output=self._items,
+            usage=ResponsesUsage.of(ended.usage),
+        )
         self._keep(self._response)
-        completed = self._response.status == "completed"
-        kind = ResponseCompleted if completed else ResponseIncomplete
+        kind = ResponseCompleted if cut is None else ResponseIncomplete
         return data + self._events.write(kind, response=self._response)
 
     def error(self, error: ServeError) -> bytes:
         begun = self.opening()
         self._abandon()
-        response = fail_response(self._response, self._items, error)
+        problem = ResponseProblem(_problem_code(error), error.message)
+        response = replace(self._response, status="failed", error=problem, output=self._items)
         return begun + self._events.write(ResponseFailed, response=response)
 
     def _new_text(self, channel: Channel) -> _OpenText:
@@ -205,6 +221,13 @@ class ResponseBuilder(Builder):
         if self._open is not None:
             self._items.append(self._open.item("incomplete"))
             self._open = None
+
+
+def _problem_code(error: ServeError) -> str:
+    """Return one of OpenAI's codes for responses; their number is limited."""
+    if error.code in ("context_length_exceeded", "rate_limit_exceeded"):
+        return error.code
+    return "server_error" if error.status >= 500 else "invalid_prompt"
 
 
 class _Kinds(Struct, frozen=True):
