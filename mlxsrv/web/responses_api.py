@@ -25,16 +25,18 @@ from mlxsrv.web.reading import read_aside, read_request, service_of
 from mlxsrv.web.responses import JSONResponse, unless_gone
 from mlxsrv.web.security.clients import client_of
 from mlxsrv.wire.decoding import read_query
-from mlxsrv.wire.responses.answers import DeletedResponse, InputTokens, ItemList, ResponseObject
+from mlxsrv.wire.responses.answers import (
+    DeletedResponse,
+    InputTokens,
+    ItemList,
+    ItemQuery,
+    ResponseObject,
+    ResponseQuery,
+    page_of,
+)
 from mlxsrv.wire.responses.builder import responses_dialect
 from mlxsrv.wire.responses.events import StreamedEvent
 from mlxsrv.wire.responses.requests import RESPONSES_REQUESTS, Past, ResponsesRequest
-from mlxsrv.wire.responses.storing import (
-    ItemQuery,
-    ResponseQuery,
-    page_of,
-    stored_input,
-)
 from mlxsrv.wire.sse import encode_json
 
 
@@ -133,7 +135,7 @@ def _keep(
                 StoredReference(id, places[id])
                 if body is None
                 else StoredItem(id, response.id, body)
-                for id, body in stored_input(asked)
+                for id, body in asked.stored_input()
             ],
             output=[
                 StoredItem(item.id, response.id, encode_json(item)) for item in response.output

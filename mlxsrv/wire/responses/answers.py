@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
 
-from msgspec import UNSET, Raw, Struct, UnsetType
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
+from mlxsrv.errors import InvalidRequest
 from mlxsrv.generation.outputs import Identity, Usage
 from mlxsrv.wire.openai.logprobs import TokenLogprob
 from mlxsrv.wire.responses.conversation import seal
+from mlxsrv.wire.responses.items import new_item_id
 from mlxsrv.wire.responses.requests import PlainFormat, ResponsesRequest
 from mlxsrv.wire.responses.tools import CallableTool
 
@@ -69,21 +70,6 @@ class OutputCustomCall(Struct, frozen=True, kw_only=True, tag_field="type", tag=
 
 
 OutputItem = OutputMessage | OutputReasoning | OutputCall | OutputCustomCall
-
-
-_ID_PREFIXES = {
-    "message": "msg",
-    "reasoning": "rs",
-    "function_call": "fc",
-    "function_call_output": "fco",
-    "custom_tool_call": "ctc",
-    "custom_tool_call_output": "ctco",
-}
-
-
-def new_item_id(type: str) -> str:
-    """Return an id for an item of this type."""
-    return f"{_ID_PREFIXES.get(type, 'item')}_{uuid.uuid4().hex}"
 
 
 def make_call(tool: CallableTool, call_id: str) -> OutputCall | OutputCustomCall:
@@ -213,7 +199,7 @@ class InputTokens(Struct, frozen=True, kw_only=True):
     input_tokens: int
 
 
-# The store.
+# Stored responses.
 
 
 class DeletedResponse(Struct, frozen=True, kw_only=True):
@@ -228,3 +214,32 @@ class ItemList(Struct, frozen=True, kw_only=True):
     first_id: str | None
     last_id: str | None
     has_more: bool
+
+
+class ResponseQuery(Struct, frozen=True):
+    stream: bool | None = None
+
+
+class ItemQuery(Struct, frozen=True):
+    """The page of a list that is wanted, the newest items first unless `order` says otherwise."""
+
+    limit: Annotated[int, Meta(ge=1, le=100)] = 20
+    order: Literal["asc", "desc"] = "desc"
+    after: str | None = None
+
+
+def page_of(ids: Sequence[str], query: ItemQuery) -> tuple[Sequence[int], bool]:
+    """Return the places of the items that are asked for, and whether there are more.
+
+    Args:
+        ids: of all items, in their order.
+
+    Raises:
+        InvalidRequest: `after` is none of them.
+    """
+    places = range(len(ids)) if query.order == "asc" else range(len(ids))[::-1]
+    if query.after is not None:
+        if query.after not in ids:
+            raise InvalidRequest("after: there is no item of that id", param="after")
+        places = places[places.index(ids.index(query.after)) + 1 :]
+    return places[: query.limit], len(places) > query.limit

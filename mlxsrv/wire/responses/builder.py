@@ -47,7 +47,6 @@ from mlxsrv.wire.responses.answers import (
     make_call,
     make_reasoning,
     make_response,
-    new_item_id,
 )
 from mlxsrv.wire.responses.custom_input import CustomInput
 from mlxsrv.wire.responses.events import (
@@ -75,6 +74,7 @@ from mlxsrv.wire.responses.events import (
     SummaryPartAdded,
     SummaryPartDone,
 )
+from mlxsrv.wire.responses.items import new_item_id
 from mlxsrv.wire.responses.requests import RESPONSES_REQUESTS, ResponsesRequest
 from mlxsrv.wire.responses.tools import CallableTool
 

@@ -6,7 +6,8 @@ image that was made) are left out, and named among the ignored fields.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import uuid
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -168,10 +169,25 @@ def read_stored(items: Sequence[bytes], path: str) -> list[PlacedItem]:
     return [PlacedItem(path, _ITEMS.decode(_read_head(each).type, each)) for each in items]
 
 
-def stored_form(item: InputItem, new_id: Callable[[str], str]) -> tuple[str, bytes]:
+_ID_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+}
+
+
+def new_item_id(type: str) -> str:
+    """Return an id for an item of this type."""
+    return f"{_ID_PREFIXES.get(type, 'item')}_{uuid.uuid4().hex}"
+
+
+def stored_form(item: InputItem) -> tuple[str, bytes]:
     """Return the id of an item that a client has sent, and the item as it is stored: with an id
     and a status, and the content of a message as parts of its role's kind."""
-    id = item.id or new_id(str(item.__struct_config__.tag))
+    id = item.id or new_item_id(str(item.__struct_config__.tag))
     item = replace(item, id=id, status=item.status or "completed")
     match item:
         case InputMessage(role=role, content=content):

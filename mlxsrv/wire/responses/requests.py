@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -39,6 +39,7 @@ from mlxsrv.wire.responses.items import (
     PlacedItem,
     read_item,
     read_stored,
+    stored_form,
 )
 from mlxsrv.wire.responses.tools import (
     MOST_TOOLS,
@@ -169,6 +170,17 @@ class ResponsesRequest(TextRequest, frozen=True, kw_only=True, dict=True):
             for placed in self.items
             if isinstance(placed.item, InputReference)
         ]
+
+    def stored_input(self) -> Iterator[tuple[str, bytes | None]]:
+        """Yield the id of each item, and the item as it is stored; None for one that the request
+        only refers to."""
+        if isinstance(self.input, str):
+            yield stored_form(InputMessage(role="user", content=self.input))
+        for placed in self.items:
+            if isinstance(placed.item, InputReference):
+                yield placed.item.id, None
+            else:
+                yield stored_form(placed.item)
 
     @property
     def stored(self) -> bool:

@@ -22,7 +22,6 @@ from mlxsrv.generation.spec import (
 )
 from mlxsrv.wire.responses.conversation import seal, unseal
 from mlxsrv.wire.responses.requests import RESPONSES_REQUESTS, Past
-from mlxsrv.wire.responses.storing import stored_input
 from tests.support.schemas import Body
 from tests.wire.responses.asking import (
     FUNCTION,
@@ -133,7 +132,7 @@ def test_arguments_that_are_no_text_are_read_and_stored_as_text(
     call = {**CALL, "arguments": given}
     [_, message] = messages(user("hi"), call)
     assert message.calls[0].arguments == read
-    [(_, kept)] = stored_input(asked(input=[call]))
+    [(_, kept)] = asked(input=[call]).stored_input()
     assert json.loads(kept or b"")["arguments"] == stored
 
 
@@ -253,7 +252,7 @@ def test_items_are_stored_with_all_that_a_client_may_leave_out() -> None:
     parts = [{"role": role, "content": bare} for role in ("assistant", "user")]
     nothing = {"role": "assistant", "content": None}
     request = asked(input=[*items, junk, *parts, nothing])
-    found = [json.loads(stored or b"") for _, stored in stored_input(request)]
+    found = [json.loads(stored or b"") for _, stored in request.stored_input()]
     assert [item["type"] for item in found] == [
         *("message", "message", "reasoning", "function_call", "function_call_output"),
         *4 * ("message",),
@@ -267,7 +266,7 @@ def test_items_are_stored_with_all_that_a_client_may_leave_out() -> None:
         TypeAdapter(ResponseItem).validate_python(item)
     assert found[2]["summary"] == []
     assert found[5]["content"] == [{"type": "output_text", "text": "x", "annotations": []}]
-    past = Past([stored or b"" for _, stored in stored_input(request)])
+    past = Past([stored or b"" for _, stored in request.stored_input()])
     again = prompt(past, input=None, previous_response_id="resp_1")
     assert again.messages == request.spec(Past()).prompt.messages  # type: ignore[union-attr]
 
