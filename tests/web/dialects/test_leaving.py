@@ -65,14 +65,12 @@ def test_mid_prefill(narrow: Server, client: httpx.Client, spoken: Spoken, strea
 
 
 def test_in_the_queue(narrow: Server, client: httpx.Client, spoken: Spoken) -> None:
-    with (
-        leaving(narrow, DIALECTS["chat"], ENDLESS) as running,
-        leaving(narrow, spoken, ENDLESS) as leaver,
-    ):
-        running.until(FIRST_CONTENT)
-        leaver.until(spoken.keepalive)
-        leaver.hang_up()
-        assert left(narrow, leaver)
+    with leaving(narrow, DIALECTS["chat"], ENDLESS) as running:
+        running.until(FIRST_CONTENT)  # it has the row
+        with leaving(narrow, spoken, ENDLESS) as leaver:
+            leaver.until(spoken.keepalive)
+            leaver.hang_up()
+            assert left(narrow, leaver)
         assert started(narrow, running, leaver) == [running.request]
         running.hang_up()
     check_freed(narrow, client, running)
