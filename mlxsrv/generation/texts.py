@@ -1,4 +1,4 @@
-"""Requests for vectors of texts and for scores of pairs of texts, in no dialect."""
+"""Requests for vectors of texts, for scores of pairs of texts, and for tokens, in no dialect."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 from msgspec import Struct
 
 from mlxsrv.generation.outputs import Vectors
+from mlxsrv.generation.spec import GenerationSpec
 
 Numbers = np.ndarray[tuple[int], np.dtype[np.float32]]
 Side = Literal["left", "right"]
@@ -105,3 +106,47 @@ class PairScores(Struct, frozen=True):
     model: str
     scores: Numbers
     tokens: int
+
+
+class TokensSpec(Struct, frozen=True, kw_only=True):
+    """A request for the token ids of a text or of a chat.
+
+    Attributes:
+        model: the name of a model; None: the default model.
+        content: a text with its path, or a chat.
+        special: the tokens that the tokenizer puts around a text are wanted too.
+        spelled: the bytes that each token writes are wanted.
+        named: the tokens as the vocabulary spells them are wanted.
+    """
+
+    content: PlacedText | GenerationSpec
+    model: str | None = None
+    special: bool = True
+    spelled: bool = False
+    named: bool = False
+
+
+class Tokens(Struct, frozen=True):
+    """The token ids of a text, with what else was wanted of each.
+
+    Attributes:
+        context: tokens that the model reads; None: any number.
+    """
+
+    ids: Sequence[int]
+    context: int | None
+    spellings: Sequence[bytes] | None = None
+    names: Sequence[str] | None = None
+
+
+class TokenizerInfo(Struct, frozen=True, kw_only=True):
+    """Facts that a client needs to write prompts itself. Null: the tokenizer has none."""
+
+    tokenizer_class: str
+    chat_template: str | None
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    model_max_length: int | None
+    vocab_size: int

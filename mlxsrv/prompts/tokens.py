@@ -5,23 +5,14 @@ They are for clients that count tokens or write prompts themselves.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
-
-from msgspec import structs
 
 from mlxsrv.errors import RequestTooLarge, ServeError
 from mlxsrv.generation.spec import ChatPrompt, GenerationSpec
+from mlxsrv.generation.texts import TokenizerInfo, Tokens, TokensSpec
 from mlxsrv.prompts.encoding import TokenBudget
 from mlxsrv.prompts.planning import check_ids, count_chat, plan
-from mlxsrv.wire.openai.tokens import (
-    AppliedTemplate,
-    DetokenizeRequest,
-    DetokenizeResponse,
-    TokenizeRequest,
-    TokenizeResponse,
-    TokenizerInfo,
-    TokenPiece,
-)
 
 if TYPE_CHECKING:
     from mlxsrv.prompts.tokenizer import Tokenizer
@@ -39,42 +30,34 @@ class _ResponseBudget(TokenBudget, frozen=True):
 _MOST_TOKENS = 2**20  # as many as /detokenize takes
 
 
-def tokenize(request: TokenizeRequest, tokenizer: Tokenizer) -> TokenizeResponse:
+def tokenize(spec: TokensSpec, tokenizer: Tokenizer) -> Tokens:
     """Raises InvalidRequest, RequestTooLarge, ContextLengthExceeded or UnsupportedParameter."""
-    ids = _ids(request, tokenizer)
-    tokens: list[int | TokenPiece] = [*ids]
-    if request.with_pieces:
-        tokens = [TokenPiece.make(id, tokenizer.token_bytes_or_name(id)) for id in ids]
-    response = TokenizeResponse(tokens, len(ids))
-    if request.content is None:
-        response = TokenizeResponse(tokens, len(ids), max_model_len=tokenizer.context)
-    if request.return_token_strs:
-        return structs.replace(response, token_strs=tokenizer.token_names(ids))
-    return response
+    if isinstance(spec.content, GenerationSpec):
+        [prompt] = plan(spec.content, tokenizer).prompts
+        ids = [*prompt.tokens]
+    else:
+        text, path = spec.content
+        budget = _ResponseBudget(_MOST_TOKENS, path)
+        ids = tokenizer.token_ids(text, special=spec.special, budget=budget)
+    return Tokens(
+        ids,
+        tokenizer.context,
+        [*map(tokenizer.token_bytes_or_name, ids)] if spec.spelled else None,
+        tokenizer.token_names(ids) if spec.named else None,
+    )
 
 
-def _ids(request: TokenizeRequest, tokenizer: Tokenizer) -> list[int]:
-    name, text = request.text
-    if text is not None:
-        return tokenizer.token_ids(
-            text, special=request.special, budget=_ResponseBudget(_MOST_TOKENS, name)
-        )
-    [prompt] = plan(request.chat.spec(), tokenizer).prompts
-    return [*prompt.tokens]
-
-
-def detokenize(request: DetokenizeRequest, tokenizer: Tokenizer) -> DetokenizeResponse:
+def detokenize(ids: Sequence[int], tokenizer: Tokenizer) -> str:
     """Raises InvalidRequest for ids that the model does not have."""
-    check_ids(request.tokens, "tokens", tokenizer)
-    text = tokenizer.decode(request.tokens)
-    return DetokenizeResponse(content=text, prompt=text)
+    check_ids(ids, "tokens", tokenizer)
+    return tokenizer.decode(ids)
 
 
-def apply_template(spec: GenerationSpec, tokenizer: Tokenizer) -> AppliedTemplate:
+def apply_template(spec: GenerationSpec, tokenizer: Tokenizer) -> str:
     """Raises InvalidRequest or UnsupportedParameter; ContextLengthExceeded if the chat is so long
     that its tokens were not counted."""
     [prompt] = plan(spec, tokenizer).prompts
-    return AppliedTemplate(prompt.text)
+    return prompt.text
 
 
 def count_tokens(spec: GenerationSpec, tokenizer: Tokenizer) -> int:

@@ -38,7 +38,15 @@ from mlxsrv.generation.status import (
     ModelFacts,
     ModelObject,
 )
-from mlxsrv.generation.texts import EmbeddingSpec, PairScores, PairsSpec, TextVectors
+from mlxsrv.generation.texts import (
+    EmbeddingSpec,
+    PairScores,
+    PairsSpec,
+    TextVectors,
+    TokenizerInfo,
+    Tokens,
+    TokensSpec,
+)
 from mlxsrv.models.catalogue.catalogue import Catalogue, ModelEntry
 from mlxsrv.models.catalogue.pulls import Pulls, PullWatch
 from mlxsrv.models.pool.clients import Client
@@ -66,15 +74,6 @@ from mlxsrv.service.steering.profiles import Profiles
 from mlxsrv.service.steering.registry import SteeringRegistry
 from mlxsrv.settings import Settings
 from mlxsrv.version import __version__
-from mlxsrv.wire.openai.tokens import (
-    AppliedTemplate,
-    DetokenizeRequest,
-    DetokenizeResponse,
-    TokenizeRequest,
-    TokenizeResponse,
-    TokenizerInfo,
-    TokenizerQuery,
-)
 
 if TYPE_CHECKING:
     from mlxsrv.prompts.tokenizer import Tokenizer
@@ -222,13 +221,13 @@ class Service:
 
     # Requests that need a tokenizer only. All raise ServeError.
 
-    async def tokenize(self, request: TokenizeRequest, client: Client) -> TokenizeResponse:
-        return await self._with_tokenizer(request.model, client, partial(tokenize, request))
+    async def tokenize(self, spec: TokensSpec, client: Client) -> Tokens:
+        return await self._with_tokenizer(spec.model, client, partial(tokenize, spec))
 
-    async def detokenize(self, request: DetokenizeRequest, client: Client) -> DetokenizeResponse:
-        return await self._with_tokenizer(request.model, client, partial(detokenize, request))
+    async def detokenize(self, ids: Sequence[int], model: str | None, client: Client) -> str:
+        return await self._with_tokenizer(model, client, partial(detokenize, ids))
 
-    async def apply_template(self, spec: GenerationSpec, client: Client) -> AppliedTemplate:
+    async def apply_template(self, spec: GenerationSpec, client: Client) -> str:
         self._check_template(spec)
         return await self._with_tokenizer(spec.model, client, partial(apply_template, spec))
 
@@ -236,8 +235,8 @@ class Service:
         """Return how many tokens the prompt of a chat has; nothing is generated."""
         return await self._with_tokenizer(spec.model, client, partial(count_tokens, spec))
 
-    async def tokenizer_info(self, request: TokenizerQuery, client: Client) -> TokenizerInfo:
-        return await self._with_tokenizer(request.model, client, tokenizer_info)
+    async def tokenizer_info(self, model: str | None, client: Client) -> TokenizerInfo:
+        return await self._with_tokenizer(model, client, tokenizer_info)
 
     async def _with_tokenizer(
         self, model: str | None, client: Client, function: Callable[[Tokenizer], V]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import anyio.to_thread
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mlxsrv.generation.texts import TokenizerInfo
 from mlxsrv.web.paths import Endpoint
 from mlxsrv.web.reading import read_aside, read_request, service_of
 from mlxsrv.web.responses import JSONResponse, large_json, unless_gone
@@ -17,7 +19,6 @@ from mlxsrv.wire.openai.tokens import (
     AppliedTemplate,
     DetokenizeResponse,
     TokenizeResponse,
-    TokenizerInfo,
     TokenizerQuery,
 )
 
@@ -35,8 +36,11 @@ _MOST_IDS = 16 * 1024 * 1024  # bytes of a body with token ids, about a million
 )
 async def tokenize(request: Request) -> Response:
     asked, headers = await read_request(request, TOKENIZE_REQUESTS, most=_MOST_TEXT)
-    work = service_of(request).tokenize(asked, client_of(request))
-    return await large_json(await unless_gone(request.receive, work), headers)
+    spec = await read_aside(request, asked.spec)
+    work = service_of(request).tokenize(spec, client_of(request))
+    tokens = await unless_gone(request.receive, work)
+    answer = await anyio.to_thread.run_sync(asked.answer, tokens)  # perhaps a million objects
+    return await large_json(answer, headers)
 
 
 @Endpoint(
@@ -49,8 +53,9 @@ async def tokenize(request: Request) -> Response:
 )
 async def detokenize(request: Request) -> Response:
     asked, headers = await read_request(request, DETOKENIZE_REQUESTS, most=_MOST_IDS)
-    work = service_of(request).detokenize(asked, client_of(request))
-    return await large_json(await unless_gone(request.receive, work), headers)
+    work = service_of(request).detokenize(asked.tokens, asked.model, client_of(request))
+    text = await unless_gone(request.receive, work)
+    return await large_json(DetokenizeResponse(content=text, prompt=text), headers)
 
 
 @Endpoint(
@@ -64,7 +69,7 @@ async def detokenize(request: Request) -> Response:
 )
 async def tokenizer_info(request: Request) -> Response:
     query = read_query(TokenizerQuery, request.query_params)
-    work = service_of(request).tokenizer_info(query, client_of(request))
+    work = service_of(request).tokenizer_info(query.model, client_of(request))
     return JSONResponse(await unless_gone(request.receive, work))
 
 
@@ -81,6 +86,7 @@ async def apply_template(request: Request) -> Response:
     asked, headers = await read_request(request, CHAT_REQUESTS)
     spec = await read_aside(request, asked.spec)
     work = service_of(request).apply_template(spec, client_of(request, spec.user))
-    response = await large_json(await unless_gone(request.receive, work), headers)
+    text = await unless_gone(request.receive, work)
+    response = await large_json(AppliedTemplate(text), headers)
     request.app.ignored.add_to(response.headers, spec.ignored)
     return response

@@ -7,6 +7,8 @@ from typing import Annotated, Any, ClassVar
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from mlxsrv.errors import InvalidRequest
+from mlxsrv.generation.spec import GenerationSpec
+from mlxsrv.generation.texts import PlacedText, Tokens, TokensSpec
 from mlxsrv.wire.decoding import RequestDecoder, missing
 from mlxsrv.wire.openai.generation_request import TokenId
 from mlxsrv.wire.openai.messages import Message
@@ -36,11 +38,6 @@ class TokenizeRequest(Struct, frozen=True, kw_only=True):
     return_token_strs: bool | None = None
 
     @property
-    def text(self) -> tuple[str, str | None]:
-        """The name of the field with the text, and the text; None if the request has a chat."""
-        return ("prompt", self.prompt) if self.content is None else ("content", self.content)
-
-    @property
     def chat(self) -> ChatRequest:
         """The chat, if the request has one."""
         return ChatRequest(
@@ -51,10 +48,34 @@ class TokenizeRequest(Struct, frozen=True, kw_only=True):
             add_generation_prompt=self.add_generation_prompt,
         )
 
-    @property
-    def special(self) -> bool:
-        """Whether to add the tokens that the tokenizer puts around a text; the default is yes."""
-        return self.add_special_tokens is not False
+    def spec(self) -> TokensSpec:
+        """Return the request in no dialect. The tokens around a text are wanted by default."""
+        content: PlacedText | GenerationSpec
+        if self.messages is not None:
+            content = self.chat.spec()
+        elif self.content is not None:
+            content = (self.content, "content")
+        else:
+            content = (self.prompt or "", "prompt")
+        return TokensSpec(
+            content=content,
+            model=self.model,
+            special=self.add_special_tokens is not False,
+            spelled=bool(self.with_pieces),
+            named=bool(self.return_token_strs),
+        )
+
+    def answer(self, tokens: Tokens) -> TokenizeResponse:
+        pieces: list[int | TokenPiece] = [*tokens.ids]
+        if tokens.spellings is not None:
+            pairs = zip(tokens.ids, tokens.spellings, strict=True)
+            pieces = [TokenPiece.make(id, spelling) for id, spelling in pairs]
+        return TokenizeResponse(
+            pieces,
+            len(pieces),
+            max_model_len=tokens.context if self.content is None else UNSET,
+            token_strs=UNSET if tokens.names is None else [*tokens.names],
+        )
 
 
 class DetokenizeRequest(Struct, frozen=True, kw_only=True):
@@ -127,19 +148,6 @@ class DetokenizeResponse(Struct, frozen=True):
 
     content: str
     prompt: str
-
-
-class TokenizerInfo(Struct, frozen=True, kw_only=True):
-    """Facts that a client needs to write prompts itself. Null: the tokenizer has none."""
-
-    tokenizer_class: str
-    chat_template: str | None
-    bos_token: str | None
-    eos_token: str | None
-    pad_token: str | None
-    unk_token: str | None
-    model_max_length: int | None
-    vocab_size: int
 
 
 class AppliedTemplate(Struct, frozen=True):

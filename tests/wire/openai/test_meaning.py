@@ -178,7 +178,8 @@ def test_a_prompt_has_four_forms() -> None:
 
 def test_special_tokens_are_the_default() -> None:
     def special(**fields: Any) -> bool:
-        return TOKENIZE_REQUESTS.decode(json.dumps({"content": "x", **fields}).encode())[0].special
+        body = json.dumps({"content": "x", **fields}).encode()
+        return TOKENIZE_REQUESTS.decode(body)[0].spec().special
 
     assert special()
     assert special(add_special_tokens=None)
