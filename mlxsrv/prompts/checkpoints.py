@@ -37,7 +37,7 @@ class CheckpointFinder:
         self._turn_ends = turn_ends
         self._encode_head = lru_cache(_MOST_HEADS)(self._encode)
 
-    def find(self, chat: Chat, text: str, tokens: Sequence[int]) -> tuple[int, ...]:
+    def mark(self, chat: Chat, text: str, tokens: Sequence[int]) -> tuple[int, ...]:
         """The checkpoints of a chat, in order: so many of its first tokens later prompts share.
 
         They are: what chats with the same system message and tools have in common; the end of the

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import msgspec
 
 from mlxsrv.errors import ContextLengthExceeded, InvalidRequest, ServeError
-from mlxsrv.prompts.token_width import max_token_bytes
+from mlxsrv.prompts.tokenizer_steps import max_token_bytes
 
 PIECE_CHARACTERS = 32 * 1024
 """Characters of a piece; some ten milliseconds of work."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from mlxsrv.errors import InvalidRequest, UnsupportedParameter
+from mlxsrv.formats.infill import InfillFamily, InfillText, find_family, lay_out, to_tokens
 from mlxsrv.generation.parameters import Bans
 from mlxsrv.generation.spec import (
     ChatPrompt,
@@ -19,12 +21,13 @@ from mlxsrv.generation.spec import (
 )
 from mlxsrv.prompts.constraints import ConstraintSpec, chat_constraint, text_constraint
 from mlxsrv.prompts.encoding import TokenBudget
-from mlxsrv.prompts.infill import infill
 from mlxsrv.prompts.messages import Chat, Messages, plain_message, plain_tool
 from mlxsrv.text.tools import ToolCalls, ToolDialect
 
 if TYPE_CHECKING:
     from mlxsrv.prompts.tokenizer import Prompt, Tokenizer
+
+_SIGN = "\u263a"  # no vocabulary merges it with what follows
 
 
 class PromptPlan(msgspec.Struct, frozen=True):
@@ -70,18 +73,19 @@ def plan(spec: GenerationSpec, tokenizer: Tokenizer) -> PromptPlan:
         InvalidRequest, UnsupportedParameter: the model cannot do what is asked.
     """
     _check_biases(spec, tokenizer)
-    match spec.prompt:
-        case ChatPrompt(plain=str(text), template=None) if not tokenizer.chat_template.exists:
-            prompts = TextPrompts(prompts=[text], places=[spec.path("messages")])
-            return _plan_texts(spec, prompts, tokenizer)
-        case ChatPrompt():
-            return _plan_chat(spec, spec.prompt, tokenizer)
-        case TextPrompts(suffix=""):
-            return _plan_texts(spec, spec.prompt, tokenizer)
-        case TextPrompts():
-            return _plan_suffix(spec, spec.prompt, tokenizer)
-        case InfillPrompt():
-            return _plan_infill(spec, spec.prompt, tokenizer)
+    asked = spec.prompt
+    if isinstance(asked, ChatPrompt):
+        plain = asked.template is None and not tokenizer.chat_template.exists
+        if not plain or asked.plain is None:
+            return _plan_chat(spec, asked, tokenizer)
+        asked = TextPrompts(prompts=[asked.plain], places=[spec.path("messages")])
+    prompts, paths = _make_prompts(spec, asked, tokenizer)
+    return PromptPlan(
+        prompts,
+        paths,
+        constraint=_prepared(text_constraint(spec), tokenizer),
+        bans=_bans(spec, tokenizer),
+    )
 
 
 def _plan_chat(spec: GenerationSpec, asked: ChatPrompt, tokenizer: Tokenizer) -> PromptPlan:
@@ -248,62 +252,83 @@ def _prepared(constraint: ConstraintSpec | None, tokenizer: Tokenizer) -> Constr
     return constraint
 
 
-def _plan_texts(spec: GenerationSpec, asked: TextPrompts, tokenizer: Tokenizer) -> PromptPlan:
-    """Plan the prompts of a text completion."""
-    last = _last_tokens(spec, tokenizer)
-    encoded = [
-        _encode(prompt, path, tokenizer, last)
-        for prompt, path in zip(asked.prompts, asked.places, strict=True)
-    ]
-    return _plan_text(spec, encoded, asked.places, tokenizer)
+def _make_prompts(
+    spec: GenerationSpec, asked: TextPrompts | InfillPrompt, tokenizer: Tokenizer
+) -> tuple[list[Prompt], Sequence[str]]:
+    """Return the prompts of a text completion, and where in the request each is."""
+    match asked:
+        case TextPrompts(prompts=prompts, places=paths, suffix=""):
+            last = _last_tokens(spec, tokenizer)
+            pairs = zip(prompts, paths, strict=True)
+            return [_encode(prompt, path, tokenizer, last) for prompt, path in pairs], paths
+        case TextPrompts(prompts=prompts, places=paths, suffix=suffix):
+            path = spec.path("suffix")
+            reason = f"{path}: this model has no fill-in-the-middle tokens; leave it out"
+            family = _find_family(spec, tokenizer, reason, path)
+            budget = tokenizer.budget("prompt")
+            texts = [prompt for prompt in prompts if isinstance(prompt, str)]  # so are all of them
+            parts = [lay_out(family, text, suffix, ()) for text in texts]
+            return [_fill_in(tokenizer, family, each, budget) for each in parts], paths
+        case InfillPrompt(prefix=prefix, suffix=suffix, files=files):
+            reason = (
+                "model: it has no fill-in-the-middle tokens, so it cannot infill; choose another "
+                "model"
+            )
+            family = _find_family(spec, tokenizer, reason, "model")
+            budget = tokenizer.budget("input_prefix")
+            part = lay_out(family, prefix, suffix, files)
+            return [_fill_in(tokenizer, family, part, budget)], ["input_prefix"]
 
 
-def _plan_suffix(spec: GenerationSpec, asked: TextPrompts, tokenizer: Tokenizer) -> PromptPlan:
-    """Plan the texts between each prompt and the suffix; such a request has prompts of text."""
-    _require_whole(spec)
-    texts = [prompt for prompt in asked.prompts if isinstance(prompt, str)]
-    budget = tokenizer.budget("prompt")
-    filled = [infill(tokenizer, text, asked.suffix, budget=budget) for text in texts]
-    found = [prompt for prompt in filled if prompt is not None]
-    if len(found) < len(filled):
-        path = spec.path("suffix")
-        raise UnsupportedParameter(
-            f"{path}: this model has no fill-in-the-middle tokens; leave it out", param=path
-        )
-    return _plan_text(spec, found, asked.places, tokenizer)
-
-
-def _plan_infill(spec: GenerationSpec, asked: InfillPrompt, tokenizer: Tokenizer) -> PromptPlan:
-    """Plan the text between prefix and suffix."""
-    _require_whole(spec)
-    budget = tokenizer.budget("input_prefix")
-    prompt = infill(tokenizer, asked.prefix, asked.suffix, asked.files, budget)
-    if prompt is None:
-        raise UnsupportedParameter(
-            "model: it has no fill-in-the-middle tokens, so it cannot infill; choose another model",
-            param="model",
-        )
-    return _plan_text(spec, [prompt], ["input_prefix"], tokenizer)
-
-
-def _require_whole(spec: GenerationSpec) -> None:
-    """Raise UnsupportedParameter if prompts are to be truncated: markers of the gap would go."""
+def _find_family(
+    spec: GenerationSpec, tokenizer: Tokenizer, reason: str, param: str
+) -> InfillFamily:
+    """Return how the model marks the gap in a text. Raises UnsupportedParameter, also if prompts
+    are to be truncated: markers of the gap would go."""
     if spec.truncate is not None:
         raise UnsupportedParameter(
             "truncate_prompt_tokens: a text around a gap is read as a whole; leave it out",
             param="truncate_prompt_tokens",
         )
+    family = find_family(tokenizer.ids_by_name)
+    if family is None:
+        raise UnsupportedParameter(reason, param=param)
+    return family
 
 
-def _plan_text(
-    spec: GenerationSpec, prompts: list[Prompt], paths: Sequence[str], tokenizer: Tokenizer
-) -> PromptPlan:
-    return PromptPlan(
-        prompts,
-        paths,
-        constraint=_prepared(text_constraint(spec), tokenizer),
-        bans=_bans(spec, tokenizer),
-    )
+def _fill_in(
+    tokenizer: Tokenizer,
+    family: InfillFamily,
+    parts: Iterable[str | InfillText],
+    budget: TokenBudget | None,
+) -> Prompt:
+    """Return the prompt for the text in a gap.
+
+    Args:
+        parts: the texts around it, and the model's own markers.
+
+    Raises:
+        ContextLengthExceeded: a text is so far over the budget that its tokens were not counted.
+    """
+    ids = tokenizer.ids_by_name
+    tokens = to_tokens(parts, ids, partial(_encode_part, tokenizer, budget))
+    start = tokenizer.token_ids("", special=True)[:1]
+    if start and start[0] == ids.get(tokenizer.special_tokens["bos_token"] or ""):
+        tokens = start + tokens
+    ends = frozenset(ids[name] for name in family.ends if name in ids)
+    return msgspec.structs.replace(tokenizer.prompt_of(tokens), ends=ends)
+
+
+def _encode_part(tokenizer: Tokenizer, budget: TokenBudget | None, part: InfillText) -> list[int]:
+    """Return the tokens of a text inside a prompt.
+
+    If the tokenizer writes a space before each text, it is made to write it before a sign that is
+    taken off again.
+    """
+    if not (part.joined and tokenizer.strips_first_space):
+        return tokenizer.token_ids(part.text, special=False, budget=budget)
+    sign = tokenizer.token_ids(_SIGN, special=False)
+    return tokenizer.token_ids(_SIGN + part.text, special=False, budget=budget)[len(sign) :]
 
 
 def _encode(prompt: str | list[int], path: str, tokenizer: Tokenizer, last: int | None) -> Prompt:

@@ -298,7 +298,7 @@ class Tokenizer:
         tokens = self._encode(text, False, budget, last)
         checkpoints: tuple[int, ...] = ()
         if self.marks_checkpoints and chat.template is None and last is None:
-            checkpoints = self._checkpoints.find(chat, text, tokens)
+            checkpoints = self._checkpoints.mark(chat, text, tokens)
         thinking = self.thinks and text.rstrip().endswith(self._wrapper.think_start)
         return self._keep_last(Prompt(tokens, text, thinking, checkpoints), last)
 

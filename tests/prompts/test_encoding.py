@@ -31,7 +31,7 @@ import mlxsrv.models
 from mlxsrv.errors import ContextLengthExceeded
 from mlxsrv.prompts import encoding
 from mlxsrv.prompts.encoding import TextEncoder, TokenBudget, Truncation
-from mlxsrv.prompts.token_width import max_token_bytes
+from mlxsrv.prompts.tokenizer_steps import max_token_bytes
 from tests.support.effort import examples
 from tests.support.tiny import make_tokenizer
 
