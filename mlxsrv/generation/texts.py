@@ -126,7 +126,7 @@ class TokensSpec(Struct, frozen=True, kw_only=True):
     named: bool = False
 
 
-class Tokens(Struct, frozen=True):
+class TextTokens(Struct, frozen=True):
     """The token ids of a text, with what else was wanted of each.
 
     Attributes:

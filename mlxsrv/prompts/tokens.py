@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from mlxsrv.errors import RequestTooLarge, ServeError
 from mlxsrv.generation.spec import ChatPrompt, GenerationSpec
-from mlxsrv.generation.texts import TokenizerInfo, Tokens, TokensSpec
+from mlxsrv.generation.texts import TextTokens, TokenizerInfo, TokensSpec
 from mlxsrv.prompts.encoding import TokenBudget
 from mlxsrv.prompts.planning import check_ids, count_chat, plan
 
@@ -30,7 +30,7 @@ class _ResponseBudget(TokenBudget, frozen=True):
 _MOST_TOKENS = 2**20  # as many as /detokenize takes
 
 
-def tokenize(spec: TokensSpec, tokenizer: Tokenizer) -> Tokens:
+def tokenize(spec: TokensSpec, tokenizer: Tokenizer) -> TextTokens:
     """Raises InvalidRequest, RequestTooLarge, ContextLengthExceeded or UnsupportedParameter."""
     if isinstance(spec.content, GenerationSpec):
         [prompt] = plan(spec.content, tokenizer).prompts
@@ -39,7 +39,7 @@ def tokenize(spec: TokensSpec, tokenizer: Tokenizer) -> Tokens:
         text, path = spec.content
         budget = _ResponseBudget(_MOST_TOKENS, path)
         ids = tokenizer.token_ids(text, special=spec.special, budget=budget)
-    return Tokens(
+    return TextTokens(
         ids,
         tokenizer.context,
         [*map(tokenizer.token_bytes_or_name, ids)] if spec.spelled else None,

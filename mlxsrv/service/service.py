@@ -42,9 +42,9 @@ from mlxsrv.generation.texts import (
     EmbeddingSpec,
     PairScores,
     PairsSpec,
+    TextTokens,
     TextVectors,
     TokenizerInfo,
-    Tokens,
     TokensSpec,
 )
 from mlxsrv.models.catalogue.catalogue import Catalogue, ModelEntry
@@ -221,7 +221,7 @@ class Service:
 
     # Requests that need a tokenizer only. All raise ServeError.
 
-    async def tokenize(self, spec: TokensSpec, client: Client) -> Tokens:
+    async def tokenize(self, spec: TokensSpec, client: Client) -> TextTokens:
         return await self._with_tokenizer(spec.model, client, partial(tokenize, spec))
 
     async def detokenize(self, ids: Sequence[int], model: str | None, client: Client) -> str:

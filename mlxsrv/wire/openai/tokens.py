@@ -8,7 +8,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from mlxsrv.errors import InvalidRequest
 from mlxsrv.generation.spec import GenerationSpec
-from mlxsrv.generation.texts import PlacedText, Tokens, TokensSpec
+from mlxsrv.generation.texts import PlacedText, TextTokens, TokensSpec
 from mlxsrv.wire.decoding import RequestDecoder, missing
 from mlxsrv.wire.openai.generation_request import TokenId
 from mlxsrv.wire.openai.messages import Message
@@ -65,7 +65,7 @@ class TokenizeRequest(Struct, frozen=True, kw_only=True):
             named=bool(self.return_token_strs),
         )
 
-    def answer(self, tokens: Tokens) -> TokenizeResponse:
+    def answer(self, tokens: TextTokens) -> TokenizeResponse:
         pieces: list[int | TokenPiece] = [*tokens.ids]
         if tokens.spellings is not None:
             pairs = zip(tokens.ids, tokens.spellings, strict=True)
