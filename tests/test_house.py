@@ -253,6 +253,36 @@ def test_a_name_means_one_thing() -> None:
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
 
 
+def test_a_method_name_stands_on_few_classes() -> None:
+    """A public method name stands on at most six classes; an override counts with its base."""
+    methods: dict[str, set[str]] = {}
+    bases: dict[str, list[str]] = {}
+    for module in served():
+        for node in ast.walk(ast.parse(modules()[module].read_text())):
+            if isinstance(node, ast.ClassDef):
+                functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+                methods[node.name] = {
+                    each.name for each in node.body if isinstance(each, functions)
+                }
+                bases[node.name] = [
+                    ast.unparse(base).split("[")[0].rpartition(".")[2] for base in node.bases
+                ]
+
+    def inherits(kind: str, method: str) -> bool:
+        return any(
+            method in methods[base] or inherits(base, method)
+            for base in bases[kind]
+            if base in methods and base != kind
+        )
+
+    places: dict[str, list[str]] = {}
+    for kind, names in methods.items():
+        for method in names:
+            if not method.startswith("_") and not inherits(kind, method):
+                places.setdefault(method, []).append(kind)
+    assert {name: kinds for name, kinds in places.items() if len(kinds) > 6} == {}
+
+
 def functions_of(node: ast.stmt) -> list[str]:
     """The public name of the function that a statement defines, but for a program's `main`."""
     match node:
