@@ -289,6 +289,12 @@ def test_every_metric_is_told_and_no_other() -> None:
     assert told == made
 
 
+def test_the_glossary_is_short() -> None:
+    part = read(DOCS / "architecture.md").partition("Words used everywhere:\n")[2]
+    words = [cells[0] for cells in rows(part.partition("## Rooms")[0])]
+    assert len(words) == len(set(words)) <= 25
+
+
 def test_every_room_is_told_with_its_floor_and_its_own_sentence() -> None:
     told = {
         name.strip("`"): (int(floor), sentence)

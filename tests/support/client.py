@@ -8,6 +8,7 @@ import socket
 import struct
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -216,3 +217,33 @@ class RawClient:
         else:
             self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()
+
+
+def by_choice(streamed: Streamed) -> list[list[Body]]:
+    """The chunks of each choice, in order of their index."""
+    found: defaultdict[int, list[Body]] = defaultdict(list)
+    for chunk in streamed.chunks:
+        for choice in chunk["choices"]:
+            found[choice["index"]].append(chunk | {"choices": [choice]})
+    assert set(found) == set(range(len(found)))
+    return [found[index] for index in range(len(found))]
+
+
+def put_together(streamed: Streamed) -> Body:
+    """The message that a stream's deltas make, to the letter of how they come."""
+    message: Body = {"content": streamed.content, "reasoning": streamed.reasoning}
+    made: list[Body] = []
+    for chunk in streamed.chunks:
+        for delta in chunk["choices"][0]["delta"].get("tool_calls", []):
+            if "id" in delta:
+                assert delta["index"] == len(made), "calls come one after the other"
+                assert delta["type"] == "function"
+                assert delta["function"]["name"]
+                made.append({"id": delta["id"], "function": {**delta["function"]}})
+            else:
+                assert delta.keys() == {"index", "function"}
+                assert delta["index"] == len(made) - 1
+                assert delta["function"].keys() == {"arguments"}
+                assert delta["function"]["arguments"]
+                made[-1]["function"]["arguments"] += delta["function"]["arguments"]
+    return message | {"tool_calls": made}

@@ -16,9 +16,8 @@ from mlxsrv.engine.outcomes import Decoded, Fault, KeptPrompt
 from mlxsrv.engine.plans import Decode, FreedRow, Keep, RowGroup, Span
 from mlxsrv.engine.steering.steerer import Steerer
 from mlxsrv.generation.parameters import Constraint, Mask, Sampling
-from tests.support.greedy import assert_greedy
+from tests.support.text_engine import assert_greedy, make_caches
 from tests.support.tiny import FAMILIES
-from tests.support.tried import make_caches
 
 GREEDY = Sampling(temperature=0)
 SMALL = [name for name in FAMILIES if name != "qwen3-46m"]

@@ -48,8 +48,8 @@ from mlxsrv.engine.plans import (
     WorkItem,
 )
 from mlxsrv.engine.scheduling.scheduler import Scheduler
+from tests.support.fake_decoders import IllegalWork, require
 from tests.support.fake_device import FakeDevice, Pass
-from tests.support.fake_rows import IllegalWork, require
 from tests.support.fake_text import FakeText
 
 

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from mlxsrv.formats.sae_files import read_sae
 from mlxsrv.models.catalogue.catalogue import Catalogue, ModelEntry
+from mlxsrv.models.pool.attachments import Attachments
 from mlxsrv.models.pool.lease import Lease
+from mlxsrv.models.pool.model import Attachment
 from mlxsrv.models.pool.pool import Pool
 from mlxsrv.settings import Settings
+from tests.support.saes import write_sae
+from tests.support.tiny import write_model
 
 PATIENCE = 20.0
 Fields = dict[str, Any]
@@ -116,3 +124,36 @@ class Log(logging.Handler):
         """Loads and unloads: `+a`, `-a`."""
         signs = {"model loaded": "+", "model unloaded": "-"}
         return [signs[event] + fields["model"] for event, fields in self.lines if event in signs]
+
+
+@pytest.fixture(scope="module")
+def sae(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_sae(tmp_path_factory.mktemp("sae"))
+
+
+async def attach(
+    saes: Attachments, pool: Pool, name: str, sae: Path, *, layer: int = 1
+) -> Attachment:
+    return await saes.attach(entry(pool, name), "s", sae, read_sae(sae), layer, False)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models of one size, and `broken`: its weights are incomplete, which only its load notices."""
+    root = tmp_path_factory.mktemp("models")
+    for seed, name in enumerate("abc"):
+        write_model(root / name, "qwen3", seed=seed)
+    config = write_model(root / "broken", "qwen3") / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_hidden_layers": 3}))
+    return root
+
+
+@pytest.fixture
+def log() -> Iterator[Log]:
+    logger, log = logging.getLogger("mlxsrv.models"), Log()
+    level = logger.level
+    logger.addHandler(log)
+    logger.setLevel(logging.INFO)
+    yield log
+    logger.setLevel(level)
+    logger.removeHandler(log)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
+import mlx.core as mx
 import msgspec
 
 from mlxsrv.engine.cache.kv_caches import KVCacheFactory
 from mlxsrv.engine.events import Event, MemoryShort, Progress
+from mlxsrv.engine.execution.batch_check import check_batching
 from mlxsrv.engine.execution.text_runner import TextRunner
 from mlxsrv.engine.faults import note
 from mlxsrv.engine.orders import Job
@@ -17,10 +20,10 @@ from mlxsrv.engine.outcomes import Decoded, Done, DraftRead, Fault, Outcome
 from mlxsrv.engine.plans import Admit, Decode, Forget, Read, ReadDraft, Release, Rewind, WorkItem
 from mlxsrv.engine.scheduling.memory_budget import MemoryBudget
 from mlxsrv.engine.scheduling.pace import Pace
+from mlxsrv.engine.scheduling.speculation_controller import SpeculationController
 from mlxsrv.engine.scheduling.text_schedule import TextSchedule
 from mlxsrv.engine.steering.steerer import Steerer
 from mlxsrv.generation.parameters import Constraint
-from tests.support.tried import make_caches
 
 
 def nominal_seconds(work: WorkItem) -> float:
@@ -188,3 +191,55 @@ class TextEngine:
             case _:
                 raise AssertionError(work)
         return None, None
+
+
+def make_caches(model: Any, **more: Any) -> KVCacheFactory:
+    """Make what a load makes. Only recurrent layers are tried: all others of `tests.support.tiny`
+    do as their kinds promise.
+
+    Args:
+        model: one of mlx-lm's.
+        more: arguments of KVCacheFactory.
+    """
+    caches = KVCacheFactory(model, **more)
+    if caches.batched and not caches.pads:
+        for _ in check_batching(model, caches):
+            pass
+    return caches
+
+
+def assert_greedy(model: Any, prompt: Sequence[int], drawn: Sequence[int], count: int) -> None:
+    """Fails unless `drawn` is the model's greedy text of `count` tokens, end tokens taken for any
+    other.
+
+    One pass over prompt and text, without a KV cache, tells the likeliest token after each of its
+    beginnings. Greedy text has just these, so nothing is to be generated to compare with.
+    """
+    assert len(drawn) == count
+    tokens = mx.array([*prompt, *drawn[:-1]])[None]
+    assert list(drawn) == model(tokens)[0, len(prompt) - 1 :].argmax(-1).tolist()
+
+
+class Always(SpeculationController):
+    """Finds rounds worth it at all times with as many proposals as given, or else as the dice
+    fall, some plain steps among them."""
+
+    def __init__(self, proposals: int | None = None) -> None:
+        super().__init__()
+        self._dice = random.Random(0)
+        self._fixed = proposals
+
+    def affords(self, unread: int) -> bool:
+        return self._fixed is not None or unread > 16 or self._dice.random() < 0.8
+
+    def choose(self, found: Sequence[int], *, known: bool = True) -> int:
+        return min(self._fixed or self._dice.randint(1, 5), max(found))
+
+    def saw_round(self, *args: Any, **more: Any) -> None:
+        """Nothing to find out."""
+
+    def saw_reading(self, tokens: int, seconds: float) -> None:
+        """Nothing to find out."""
+
+    def bound(self, limit: int) -> int:
+        return limit

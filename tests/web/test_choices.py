@@ -14,7 +14,6 @@ from starlette.types import Receive, Scope, Send
 
 import mlxsrv
 from mlxsrv.models.pool.pool import Pool
-from tests.support.choices import by_choice
 from tests.support.client import (
     CHAT,
     COMPLETIONS,
@@ -25,6 +24,7 @@ from tests.support.client import (
     Streamed,
     answer,
     ask,
+    by_choice,
     chat,
     check_schema,
     completion,

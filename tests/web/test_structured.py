@@ -18,7 +18,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from tests.support.choices import by_choice
 from tests.support.client import (
     CHAT,
     COMPLETIONS,
@@ -28,8 +27,10 @@ from tests.support.client import (
     Streamed,
     answer,
     ask,
+    by_choice,
     chat,
     completion,
+    put_together,
     refused,
     stream,
 )
@@ -40,7 +41,6 @@ from tests.support.grammars import CITY, SCHEMAS, TOOLS, Schema, chain, strict_j
 from tests.support.leaving import endless, left, started
 from tests.support.serving import Server, serving, serving_faulty, wait_for
 from tests.support.sleepy_sandbox import ASLEEP
-from tests.support.streamed_calls import put_together
 from tests.support.tiny import END_TOKENS, VOCABULARY, make_tokenizer
 
 FORMS: dict[str, Callable[..., Body]] = {CHAT: chat, COMPLETIONS: completion}

@@ -21,13 +21,13 @@ from tests.support.client import (
     ask,
     chat,
     check_schema,
+    put_together,
     refused,
     stream,
 )
 from tests.support.effort import often
 from tests.support.scripted import cut, write_scripted
 from tests.support.serving import Server, serving
-from tests.support.streamed_calls import put_together
 from tests.support.tiny import CHAT_TEMPLATE
 
 

@@ -163,7 +163,7 @@ class MemoryQueue:
         """The model whose turn it is."""
         return next(iter(self), None)
 
-    def join(self, model: Model) -> _Wait:
+    def enqueue(self, model: Model) -> _Wait:
         """The end of this wait: the models that were evicted for this one, or an error."""
         wait = self._waiting[model] = asyncio.get_running_loop().create_future()
         if model.loaded is None:

@@ -437,7 +437,7 @@ class Pool:
                 name: numbers.get("row_bytes", 0) + numbers.get("reading_bytes", 0)
                 for name, numbers in report.models.items()
             }
-        wait = self._queue.join(model)
+        wait = self._queue.enqueue(model)
         self._arrange()
         return await wait
 

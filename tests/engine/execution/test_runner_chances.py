@@ -18,8 +18,8 @@ from mlxsrv.engine.cache.kv_caches import KVCacheFactory
 from mlxsrv.engine.plans import Decode, Keep, RowGroup
 from tests.support.driver import Driver
 from tests.support.effort import examples
+from tests.support.text_engine import make_caches
 from tests.support.tiny import WINDOW, write_model
-from tests.support.tried import make_caches
 
 LEAST = 2  # tokens that are cached or copied
 MOST_ROWS = 6

@@ -18,8 +18,7 @@ from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.generation.parameters import Bans, Constraint, Mask, Sampling
 from tests.support.effort import often
 from tests.support.faulty_text import Faulty
-from tests.support.speculating import Always
-from tests.support.text_engine import TextEngine
+from tests.support.text_engine import Always, TextEngine
 
 GREEDY = Sampling(temperature=0)
 NONE: frozenset[int] = frozenset()

@@ -25,8 +25,7 @@ from mlxsrv.engine.scheduling.prompt_index import LEAST, PromptIndex, as_tokens
 from mlxsrv.engine.scheduling.superseding import Link, find_superseded
 from mlxsrv.generation.parameters import Sampling
 from tests.support.fake_device import FACTS, FakeDevice
-from tests.support.scheduling import Bench
-from tests.support.situations import MODEL, make, prompt
+from tests.support.scheduling import MODEL, Bench, make, prompt
 
 RECURRENT = msgspec.structs.replace(
     FACTS,

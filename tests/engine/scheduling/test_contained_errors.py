@@ -20,8 +20,7 @@ from mlxsrv.engine.scheduling.row_book import RowBook
 from mlxsrv.engine.scheduling.store_schedule import StoreSchedule
 from mlxsrv.engine.scheduling.text_schedule import TextSchedule
 from tests.support.fake_device import FACTS, FakeDevice
-from tests.support.scheduling import Bench
-from tests.support.situations import MODEL, ORDER, expected, job, make
+from tests.support.scheduling import MODEL, ORDER, Bench, expected, job, make
 
 OTHER = 2  # the number of the other model
 

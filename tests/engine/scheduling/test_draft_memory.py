@@ -9,8 +9,7 @@ from mlxsrv.engine.orders import Budget
 from mlxsrv.engine.plans import Decode, Forget, ReadDraft, Rewind
 from mlxsrv.engine.scheduling.groups import STEP
 from tests.support.fake_device import FACTS, FakeDevice
-from tests.support.scheduling import Bench
-from tests.support.situations import MODEL, DraftDevice, expected, job, make
+from tests.support.scheduling import MODEL, Bench, DraftDevice, expected, job, make
 
 COLUMN = FACTS.kv_bytes(1)
 SLOT = STEP * COLUMN  # a row of up to STEP tokens

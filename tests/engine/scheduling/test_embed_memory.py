@@ -12,8 +12,7 @@ from mlxsrv.engine.outcomes import EmbedFacts, TextFacts
 from mlxsrv.engine.plans import EmbedSlice, Forget, LoadSlice, Rewind
 from mlxsrv.engine.scheduling.groups import STEP
 from tests.support.fake_device import FACTS, FakeDevice
-from tests.support.scheduling import Bench
-from tests.support.situations import CHUNK, ORDER, expected, job, make, read_order
+from tests.support.scheduling import CHUNK, ORDER, Bench, expected, job, make, read_order
 
 SLOT = STEP * FACTS.kv_bytes(1)  # a row of up to STEP tokens
 NOTHING_KEPT = msgspec.structs.replace(FACTS, prompt_cache_bytes=0)

@@ -14,8 +14,7 @@ from mlxsrv.engine.plans import Decode, Read, Rewind, Span, WorkItem
 from mlxsrv.engine.scheduling.groups import STEP
 from mlxsrv.generation.parameters import Sampling
 from tests.support.fake_device import FACTS, FakeDevice
-from tests.support.scheduling import Bench
-from tests.support.situations import CHUNK, FaultyDevice, job, make, prompt
+from tests.support.scheduling import CHUNK, Bench, FaultyDevice, job, make, prompt
 
 SIZE = 500
 RECURRENT = msgspec.structs.replace(FACTS, cuts=False, kv_costs=(KVCost(16), KVCost(0, fixed=1000)))

@@ -16,9 +16,9 @@ from mlxsrv.engine.scheduling.groups import STEP
 from mlxsrv.engine.scheduling.row import Row
 from mlxsrv.engine.scheduling.row_memory import Forecast, RowMemory
 from tests.support.fake_device import FACTS, FakeDevice, Pass
-from tests.support.scheduling import Bench
-from tests.support.situations import (
+from tests.support.scheduling import (
     ORDER,
+    Bench,
     FaultyDevice,
     expected,
     job,

@@ -19,8 +19,7 @@ from mlxsrv.generation.parameters import Sampling
 from tests.support.chance_device import END, ChanceDevice, Rates, most_rounds, text_facts
 from tests.support.effort import examples
 from tests.support.fake_device import FACTS
-from tests.support.scheduling import Bench, JobLog
-from tests.support.situations import ORDER
+from tests.support.scheduling import ORDER, Bench, JobLog
 
 ACTIONS = ("submit", "submit", "submit", "follow", "embed", "cancel", "budget")
 DECODER = EmbedFacts(

@@ -13,8 +13,7 @@ from mlxsrv.engine.plans import Decode, Read, Rewind
 from mlxsrv.engine.scheduling.groups import STEP
 from mlxsrv.engine.scheduling.row_memory import RowMemory
 from tests.support.fake_device import FACTS, FakeDevice
-from tests.support.scheduling import Bench
-from tests.support.situations import MODEL, ORDER, FaultyDevice, job, make
+from tests.support.scheduling import MODEL, ORDER, Bench, FaultyDevice, job, make
 
 SLOT = STEP * FACTS.kv_bytes(1)
 NOTHING_KEPT = msgspec.structs.replace(FACTS, prompt_cache_bytes=0)

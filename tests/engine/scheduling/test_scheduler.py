@@ -23,11 +23,11 @@ from mlxsrv.engine.plans import (
 )
 from mlxsrv.generation.parameters import Steering
 from tests.support.fake_device import FACTS, FakeDevice
-from tests.support.scheduling import Bench
-from tests.support.situations import (
+from tests.support.scheduling import (
     CHUNK,
     MODEL,
     STEERED,
+    Bench,
     job,
     make,
     prompt,

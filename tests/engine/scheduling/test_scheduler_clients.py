@@ -30,10 +30,10 @@ from mlxsrv.engine.plans import (
 )
 from mlxsrv.errors import ModelNotLoaded, SAEIncompatible
 from tests.support.fake_device import FakeDevice
-from tests.support.scheduling import Bench
-from tests.support.situations import (
+from tests.support.scheduling import (
     ORDER,
     STEERED,
+    Bench,
     job,
     make,
 )

@@ -21,9 +21,9 @@ from mlxsrv.engine.plans import (
     WorkItem,
 )
 from tests.support.fake_device import FakeDevice
-from tests.support.scheduling import Bench
-from tests.support.situations import (
+from tests.support.scheduling import (
     MODEL,
+    Bench,
     DraftDevice,
     FaultyDevice,
     expected,

@@ -8,8 +8,7 @@ import pytest
 from mlxsrv.engine.events import KVCost, PromptRead
 from mlxsrv.engine.plans import Decode, Forget, Read, Span, WorkItem
 from tests.support.fake_device import FACTS, FakeDevice
-from tests.support.scheduling import Bench
-from tests.support.situations import MODEL, STEERED, FaultyDevice, job, make, prompt
+from tests.support.scheduling import MODEL, STEERED, Bench, FaultyDevice, job, make, prompt
 
 HEAD = prompt(200)
 

@@ -19,7 +19,7 @@ from mlxsrv.engine.scheduling.row import Row, RowState
 from mlxsrv.engine.scheduling.text_schedule import TextSchedule
 from mlxsrv.generation.parameters import Sampling
 from tests.support.fake_device import FACTS, FakeDevice
-from tests.support.situations import job, make
+from tests.support.scheduling import job, make
 
 
 def make_job(number: int, size: int = 40, **more: Any) -> Job:

@@ -25,7 +25,6 @@ from mlxsrv.engine.steering.steerer import Steerer, fit_vectors
 from mlxsrv.generation.parameters import Steering
 from tests.support.effort import often, per_cache
 from tests.support.saes import make_arrays, write_sae, write_safetensors
-from tests.support.speculating import Always
 from tests.support.steering import (
     FEATURES,
     STRONG,
@@ -45,7 +44,7 @@ from tests.support.steering import (
     patched_layers,
     prompts,
 )
-from tests.support.text_engine import TextEngine
+from tests.support.text_engine import Always, TextEngine
 from tests.support.tiny import FAMILIES, write_model
 
 SMALL = [name for name in FAMILIES if name != "qwen3-46m"]

@@ -17,8 +17,7 @@ from mlxsrv.prompts.tokenizer import Tokenizer
 from tests.support.chats import play_chat, play_text
 from tests.support.effort import often, per_cache
 from tests.support.fixtures import ModelFolder
-from tests.support.greedy import assert_greedy
-from tests.support.text_engine import TextEngine
+from tests.support.text_engine import TextEngine, assert_greedy
 from tests.support.tiny import FAMILIES, write_model
 
 SMALL = [name for name in FAMILIES if name != "qwen3-46m"]

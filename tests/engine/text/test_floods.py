@@ -15,8 +15,7 @@ from mlxsrv.engine.scheduling.groups import STEP
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.generation.parameters import Sampling
 from tests.support.effort import often
-from tests.support.greedy import assert_greedy
-from tests.support.text_engine import TextEngine
+from tests.support.text_engine import TextEngine, assert_greedy
 from tests.support.tiny import FAMILIES, write_model
 
 HEAD = 400

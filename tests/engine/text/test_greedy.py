@@ -20,10 +20,8 @@ from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.steering.plan import forward
 from mlxsrv.generation.parameters import Sampling
 from tests.support.effort import often, per_cache
-from tests.support.greedy import assert_greedy
-from tests.support.text_engine import TextEngine
+from tests.support.text_engine import TextEngine, assert_greedy, make_caches
 from tests.support.tiny import FAMILIES, write_model
-from tests.support.tried import make_caches
 
 GREEDY = Sampling(temperature=0)
 SMALL = [name for name in FAMILIES if name != "qwen3-46m"]

@@ -22,8 +22,7 @@ from mlxsrv.engine.scheduling.speculation_controller import SpeculationControlle
 from mlxsrv.generation.parameters import Sampling
 from tests.support.constraints import WakesUp
 from tests.support.effort import often, per_cache
-from tests.support.greedy import assert_greedy
-from tests.support.text_engine import TextEngine
+from tests.support.text_engine import TextEngine, assert_greedy
 from tests.support.tiny import write_model
 
 GREEDY = Sampling(temperature=0)

@@ -17,9 +17,8 @@ from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.steering.steerer import Steerer
 from mlxsrv.generation.parameters import Sampling, Steering
 from tests.support.effort import often, per_cache
-from tests.support.greedy import assert_greedy
 from tests.support.saes import write_sae
-from tests.support.text_engine import TextEngine
+from tests.support.text_engine import TextEngine, assert_greedy
 from tests.support.tiny import FAMILIES, write_model
 
 GREEDY = Sampling(temperature=0)

@@ -22,8 +22,7 @@ from tests.support.effort import per_cache
 from tests.support.faulty_text import alone, job, mixed, prompt, texts
 from tests.support.faulty_text import make as make_steady
 from tests.support.faulty_text import run as run_all
-from tests.support.greedy import assert_greedy
-from tests.support.text_engine import TextEngine
+from tests.support.text_engine import TextEngine, assert_greedy
 from tests.support.tiny import FAMILIES, write_model
 
 GROUPED = [name for name in BATCHED if {*FAMILIES[name].caches} != {"ArraysCache"}]

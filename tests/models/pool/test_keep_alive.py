@@ -13,8 +13,7 @@ from mlxsrv.engine.plans import LoadSlice
 from mlxsrv.models.pool.lease import Lease
 from mlxsrv.models.pool.pool import Pool
 from tests.support.device import gate
-from tests.support.pool_models import folder, log
-from tests.support.pools import Log, entry, loaded, opened, run, until, use
+from tests.support.pools import Log, entry, folder, loaded, log, opened, run, until, use
 
 __all__ = ["folder", "log"]
 

@@ -20,14 +20,15 @@ from mlxsrv.errors import InsufficientMemory, ModelNotLoaded, Overloaded, Shutti
 from mlxsrv.models.pool.model import LoadState
 from mlxsrv.models.pool.pool import Pool
 from tests.support.device import gate
-from tests.support.pool_models import folder, log
 from tests.support.pools import (
     PATIENCE,
     Fields,
     Log,
     ask,
     entry,
+    folder,
     loaded,
+    log,
     opened,
     queued,
     run,

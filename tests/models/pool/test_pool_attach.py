@@ -17,9 +17,7 @@ from mlxsrv.errors import (
 from mlxsrv.formats.sae_files import read_sae
 from mlxsrv.models.pool.attachments import Attachments
 from mlxsrv.models.pool.model import Attachment
-from tests.support.pool_models import folder, log
-from tests.support.pool_saes import attach, sae
-from tests.support.pools import PATIENCE, Log, opened, run, until, use
+from tests.support.pools import PATIENCE, Log, attach, folder, log, opened, run, sae, until, use
 from tests.support.saes import write_sae
 
 __all__ = ["sae"]

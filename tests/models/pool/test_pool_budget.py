@@ -17,11 +17,22 @@ from mlxsrv.models.pool.attachments import Attachments
 from mlxsrv.models.pool.model import LoadState
 from mlxsrv.models.pool.pool import Pool
 from tests.support.jumping_clock import run as play_out
-from tests.support.pool_models import folder, log
-from tests.support.pool_saes import attach, sae
 from tests.support.pool_worlds import World, entered, states, turns
 from tests.support.pool_worlds import folder as places
-from tests.support.pools import Log, entry, loaded, opened, run, size, use, using
+from tests.support.pools import (
+    Log,
+    attach,
+    entry,
+    folder,
+    loaded,
+    log,
+    opened,
+    run,
+    sae,
+    size,
+    use,
+    using,
+)
 
 __all__ = ["folder", "log", "places", "sae"]  # fixtures
 

@@ -20,8 +20,15 @@ from mlxsrv.wire.openai.requests import CHAT_REQUESTS, COMPLETION_REQUESTS, Chat
 from mlxsrv.wire.openai.tokens import TOKENIZE_REQUESTS
 from tests.support.bodies import KINDS, Kind
 from tests.support.effort import examples
-from tests.support.openai_bodies import chat, completion, message, tool
-from tests.support.openai_requests import fields, read_completion, refusal
+from tests.support.openai_bodies import (
+    chat,
+    completion,
+    fields,
+    message,
+    read_completion,
+    refusal,
+    tool,
+)
 from tests.support.schemas import Body
 
 
