@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
+import pytest
+
+from mlxsrv.errors import InvalidRequest
 from mlxsrv.wire.anthropic.requests import MESSAGES_REQUESTS, MessagesRequest
 from mlxsrv.wire.decoding import RequestDecoder
 from mlxsrv.wire.openai import infill, requests, tokens
+from mlxsrv.wire.openai.requests import (
+    CHAT_REQUESTS,
+    COMPLETION_REQUESTS,
+    ChatRequest,
+    CompletionRequest,
+)
 from tests.support.anthropic_bodies import (
     FINE_MESSAGES,
     MISSING_MESSAGES,
@@ -174,3 +185,27 @@ KINDS = {
         fine=FINE_DETOKENIZE,
     ),
 }
+
+
+def read_chat(**fields: Any) -> ChatRequest:
+    return CHAT_REQUESTS.decode(json.dumps(chat(**fields)).encode())[0]
+
+
+def read_completion(**fields: Any) -> CompletionRequest:
+    return COMPLETION_REQUESTS.decode(json.dumps(completion(**fields)).encode())[0]
+
+
+def refusal(kind: Kind, body: object) -> InvalidRequest:
+    text = body if isinstance(body, str) else json.dumps(body)
+    with pytest.raises(InvalidRequest) as caught:
+        kind.decode(text.encode())
+    return caught.value
+
+
+def fields(kind: Kind, *, optional: bool) -> list[str]:
+    """Every field of a kind, so that a new one is tried, too."""
+    return [
+        field.encode_name
+        for field in msgspec.structs.fields(kind.struct)
+        if not (optional and (field.required or field.encode_name in kind.base))
+    ]

@@ -19,8 +19,8 @@ from mlxsrv.generation.spec import (
 )
 from mlxsrv.wire.openai.requests import CHAT_REQUESTS, NamedTool
 from mlxsrv.wire.openai.tokens import DETOKENIZE_REQUESTS, TOKENIZE_REQUESTS
-from tests.support.bodies import KINDS
-from tests.support.openai_bodies import JSON_SCHEMA, chat, read_chat, read_completion, refusal, tool
+from tests.support.bodies import KINDS, read_chat, read_completion, refusal
+from tests.support.openai_bodies import JSON_SCHEMA, chat, tool
 from tests.support.schemas import Body
 
 # What is read.

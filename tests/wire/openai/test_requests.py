@@ -18,17 +18,9 @@ from mlxsrv.errors import UnsupportedParameter as Unsupported
 from mlxsrv.wire.decoding import RequestDecoder
 from mlxsrv.wire.openai.requests import CHAT_REQUESTS, COMPLETION_REQUESTS, ChatRequest
 from mlxsrv.wire.openai.tokens import TOKENIZE_REQUESTS
-from tests.support.bodies import KINDS, Kind
+from tests.support.bodies import KINDS, Kind, fields, read_completion, refusal
 from tests.support.effort import examples
-from tests.support.openai_bodies import (
-    chat,
-    completion,
-    fields,
-    message,
-    read_completion,
-    refusal,
-    tool,
-)
+from tests.support.openai_bodies import chat, completion, message, tool
 from tests.support.schemas import Body
 
 
