@@ -213,9 +213,8 @@ def test_libraries_stay_in_their_rooms() -> None:
 
 def test_wire_types_stay_in_wire_and_web() -> None:
     """All other rooms know requests and answers in no dialect, as `generation/` has them."""
-    waiting = {"replicas"}  # to be changed yet
     for module in served():
-        if not within(module, {"wire", "web", *waiting}):
+        if not within(module, {"wire", "web"}):
             assert not [other for other in imported(module) if within(other, {"wire"})], module
 
 

@@ -15,13 +15,11 @@ import asyncio
 from collections import deque
 
 from starlette.middleware import Middleware
-from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlxsrv.errors import InvalidHTTP, RouteNotFound, ServeError
 from mlxsrv.replicas.beginnings import MOST_BODY, conversation_key, key_of_response
-from mlxsrv.wire.openai.answers import error_response
-from mlxsrv.wire.sse import encode_json
+from mlxsrv.web.responses import last_refusal
 
 SESSION = b"x-session-id"
 
@@ -43,9 +41,7 @@ class Front:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (error := _error(scope)) is not None:
-            refusal = encode_json(error_response(error))
-            answer = Response(refusal, error.status, media_type="application/json")
-            await answer(scope, receive, send)
+            await last_refusal(error)(scope, receive, send)
             return
         if scope["type"] == "http" and not any(name == SESSION for name, _ in scope["headers"]):
             key = _key_of_path(scope["path"])
