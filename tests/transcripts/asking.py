@@ -364,6 +364,7 @@ _LEAST: dict[str, Body] = {
     "OllamaEmbedRequest": {"model": "embed", "input": "Hi"},
     "OllamaEmbeddingsRequest": {"model": "embed", "prompt": "Hi"},
 }
+_ANY_OPTIONS: tuple[Any, ...] = (None, {}, {"x": 1})
 _SAMPLED = {"ChatRequest", "CompletionRequest", "FIMRequest", "MessagesRequest", "ResponsesRequest"}
 _SAMPLED |= {"InfillRequest", "LlamaCompletionRequest"}
 
@@ -382,9 +383,11 @@ def misuses(description: Body) -> Iterator[Asked]:
             schema = description["components"]["schemas"].get(name, {})
             least = {"model": "plain", **_LEAST.get(name, {})}
             if name in _SAMPLED:
-                least["temperature"] = 0
+                least |= {"temperature": 0, "top_k": 1}
             for field in sorted(_fields(schema)):
                 for wrong in _WRONG:
+                    if name.startswith("Ollama") and field == "options" and wrong in _ANY_OPTIONS:
+                        continue  # a long answer by chance
                     body = {**least, field: wrong}
                     label = f"{path} {field} {json.dumps(wrong)}"
                     yield Asked(label, method.upper(), where, body)

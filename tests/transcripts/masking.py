@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 _TIMES = re.compile(
-    r"created|created_at|completed_at|modified_at|expires_at|updated_at|time|timestamp|uptime"
+    r"since|created|created_at|completed_at|modified_at|expires_at|updated_at|time|timestamp|uptime"
     r"|.*_duration|.*_ms|.*_seconds|.*_per_second|idle_seconds|active|cached|peak|reading"
 )
 """Keys of JSON whose numbers and dates differ from run to run."""
@@ -75,7 +75,8 @@ class Mask:
             masked = self.value(event)
             shape = json.dumps(_shape(masked))
             if "<piece" not in shape:
-                pieces.clear()
+                if '"finish_reason": "' not in shape:  # the end of one choice ends no other
+                    pieces.clear()
             elif shape in pieces:
                 joined[pieces[shape]] = _join(joined[pieces[shape]], masked)
                 continue
