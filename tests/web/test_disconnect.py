@@ -69,12 +69,13 @@ def test_leaving_mid_prefill_frees_the_row(
 
 
 def test_leaving_the_queue_frees_the_place(narrow: Server, how: HangUp) -> None:
-    with RawClient(narrow, endless()) as running, RawClient(narrow, endless()) as leaver:
+    with RawClient(narrow, endless()) as running:
         running.until(FIRST_CONTENT)
-        leaver.until(KEEPALIVE)
-        leaver.hang_up(how)
-        assert left(narrow, leaver)
-        assert started(narrow, running, leaver) == [running.request]
+        with RawClient(narrow, endless()) as leaver:
+            leaver.until(KEEPALIVE)
+            leaver.hang_up(how)
+            assert left(narrow, leaver)
+            assert started(narrow, running, leaver) == [running.request]
         with RawClient(narrow, chat(stream=True)) as next_one:
             next_one.until(KEEPALIVE)
             running.hang_up(how)
