@@ -116,8 +116,13 @@ class Shortage(msgspec.Struct, frozen=True):
 
 
 class Failed(msgspec.Struct, frozen=True):
-    """The job ended because the engine could not go on with it. `reason` is for the log; `clear`
-    is what a client may read of it, if anything. `shortage`: it can never fit into memory."""
+    """The job ended because the engine could not go on with it.
+
+    Attributes:
+        reason: for the log.
+        clear: what the client may read of the reason; None: nothing.
+        shortage: the numbers, if the job can never fit into memory.
+    """
 
     job: int
     reason: str

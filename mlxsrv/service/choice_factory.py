@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-import msgspec
+from msgspec.structs import asdict, replace
 
 from mlxsrv.engine.orders import Job
 from mlxsrv.errors import ContextLengthExceeded
@@ -20,8 +20,6 @@ from mlxsrv.service.scores import Scores
 
 if TYPE_CHECKING:
     from mlxsrv.prompts.tokenizer import Prompt, Tokenizer
-
-V = TypeVar("V")
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,7 @@ class ChoiceFactory:
     def _make_job(self, prompt_index: int, answer: int) -> Job:
         spec, prompt, grammar = self.spec, self.plan.prompts[prompt_index], self.grammar
         if grammar is not None and prompt.thinking:
-            grammar = msgspec.structs.replace(grammar, thinking=True)
+            grammar = replace(grammar, thinking=True)
         return Job(
             id=next(self.resources.job_ids),
             model=self.model,
@@ -128,24 +126,20 @@ class ChoiceFactory:
 
 
 def _sampling(spec: GenerationSpec, tokenizer: Tokenizer, answer: int) -> Sampling:
-    """The request's parameters, else the model's own, else none.
+    """The request's parameters, else the model's own of the same names, else none.
 
     Args:
         answer: which of the answers to the prompt the job makes; each has a seed of its own.
     """
-    own, wishes = tokenizer.defaults, spec.sampling
-    seed = random.getrandbits(63) if wishes.seed is None else wishes.seed + answer
-    return Sampling(
-        temperature=_first(wishes.temperature, own.temperature, 1.0),
-        top_p=_first(wishes.top_p, own.top_p, 1.0),
-        top_k=max(_first(wishes.top_k, own.top_k, 0), 0),
-        min_p=_first(wishes.min_p, own.min_p, 0.0),
-        seed=seed,
-        frequency_penalty=_first(wishes.frequency_penalty, 0.0),
-        presence_penalty=_first(wishes.presence_penalty, 0.0),
-        repetition_penalty=_first(wishes.repetition_penalty, own.repetition_penalty, 1.0),
-        logit_bias=tuple(sorted(wishes.logit_bias.items())),
-    )
+    own, wishes = asdict(tokenizer.defaults), asdict(spec.sampling)
+    given = {
+        name: value for each in (own, wishes) for name, value in each.items() if value is not None
+    }
+    seed = given.get("seed")
+    given["seed"] = random.getrandbits(63) if seed is None else seed + answer
+    given["top_k"] = max(given.get("top_k", 0), 0)
+    given["logit_bias"] = tuple(sorted(spec.sampling.logit_bias.items()))
+    return Sampling(**given)
 
 
 def _end_tokens(
@@ -162,8 +156,3 @@ def _end_tokens(
     if spec.ignore_eos and not constrained:
         own = frozenset()
     return own.union(spec.stop_token_ids)
-
-
-def _first(*values: V | None) -> V:
-    """The first value that is given. The last always is."""
-    return next(value for value in values if value is not None)

@@ -21,7 +21,7 @@ class Rows:
 
     Attributes:
         lengths: how many tokens each row has seen.
-        reached: the most that each had seen before tokens were cut off.
+        reached: the most tokens that each has had since the rows were set, those cut off included.
         changes: how many times the lengths have changed.
         fed: tokens of each row that the pass under way feeds; 0 before its first layer.
     """
@@ -72,8 +72,8 @@ class Rows:
         return self._once(("offset", more), lambda: mx.array([n + more for n in self.lengths]))
 
     def columns(self, tokens: int, free: int) -> mx.array:
-        """`(rows + free, 1, tokens, 1)`: the columns of each row's next tokens, and of so many
-        slots more."""
+        """The columns of each row's next tokens, `(rows + free, 1, tokens, 1)`. The `free` slots
+        behind the rows' have any columns."""
 
         def make() -> mx.array:
             begins = mx.array([*self.lengths, *[0] * free])[:, None, None, None]
@@ -84,8 +84,8 @@ class Rows:
     def part_columns(
         self, begin: int, end: int | None, spare: int, tokens: int, free: int
     ) -> mx.array:
-        """The same of an array that has columns for the tokens from `begin` on, up to `end` if
-        there is one; the others' is `spare`."""
+        """Do the same for an array that holds only the tokens from `begin` on, and before `end` if
+        it is given. All other tokens have the column `spare`."""
 
         def make() -> mx.array:
             places = self.columns(tokens, free)
@@ -97,8 +97,9 @@ class Rows:
         return self._once(("part", begin, end, spare, tokens, free), make)
 
     def ring_columns(self, first: int, size: int, free: int) -> mx.array:
-        """`(rows + free, 1, 1, 1)`: the column of each row's next token, if all from the `first` on
-        are a ring, and there are `size`; and of so many slots more."""
+        """The column of each row's next token in a ring, `(rows + free, 1, 1, 1)`. There are `size`
+        columns. Those from `first` on are written again and again; the `first` ones are never
+        overwritten. The `free` slots behind the rows' have any columns."""
 
         def make() -> mx.array:
             places = self.columns(1, free)

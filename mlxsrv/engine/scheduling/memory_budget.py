@@ -119,10 +119,10 @@ class MemoryBudget:
         self._lasting = 0  # rounds for which that holds, if rows only draw tokens
 
     def set(self, bytes: int) -> None:
-        """Take the client's order, which may be the answer to MemoryShort.
+        """Set the budget: the client's order `Budget`, which may be its answer to MemoryShort.
 
         Args:
-            bytes: that KV caches, and large texts to embed, may take from now on.
+            bytes: the most that KV caches and large texts to embed may take from now on.
         """
         self.bytes = bytes
         self._question.note_answer()

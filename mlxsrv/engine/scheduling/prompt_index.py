@@ -49,8 +49,8 @@ class _Entry:
         lasting: it ends at a checkpoint, and not where a prompt or an answer ended.
 
     Attributes:
-        uses: those that it inherits from the prompt that was moved to its row: how many tokens each
-            of them has saved.
+        uses: the uses of the cached prompt that was moved to this one's row: for each, how many
+            tokens it saved. They count as this entry's own once it is cached.
     """
 
     __slots__ = ("asked", "beginning", "bytes", "cuts", "lasting", "number", "tokens", "uses")
@@ -119,7 +119,8 @@ class PromptIndex:
 
     Attributes:
         bytes: of all cached prompts.
-        late: the runner drops entries that are dropped now with the next plan, not with this one.
+        late: this round's plan already lists the dropped entries. The runner drops those that are
+            dropped from now on with the next plan.
         room: returns whether there is memory to cache a KV cache of so many tokens.
         changes: a counter of changes of the entries: the result of `find` is valid until it grows.
     """
@@ -176,7 +177,7 @@ class PromptIndex:
         return self.find(tokens, steering)[1] == tokens.size
 
     def use(self, number: int, tokens: int) -> None:
-        """Note that the entry saves reading so many tokens just now."""
+        """Note that a prompt begins with the entry now, which saves reading so many tokens."""
         # One that is promised has no worth yet; what goes on from it is there soon, and has.
         if number in self._entries:
             self._worth.use(number, tokens)
@@ -248,18 +249,18 @@ class PromptIndex:
                     self._put(entry)
 
     def reserve(self, tokens: int) -> int:
-        """The number of an entry of so many tokens that comes from disk; `add` or `cancel`
-        follows."""
+        """Reserve memory for an entry of so many tokens, which is fetched from disk. Returns its
+        number. `put_fetched` or `cancel` follows."""
         self._number += 1
         self._reserved[self._number] = tokens
         return self._number
 
     def cancel(self, number: int) -> None:
-        """Note that an entry does not come from disk."""
+        """Give back what was reserved for an entry: it could not be fetched."""
         self._reserved.pop(number, None)
 
     def put_fetched(self, tokens: Tokens, prompt: KeptPrompt) -> None:
-        """Take in an entry that has come from disk, of rows without steering."""
+        """Add an entry that was fetched from disk. Prompts on disk have no steering."""
         self.cancel(prompt.entry)
         entry = _Entry(
             prompt.entry, tokens, None, asked=tokens.size, lasting=False, cuts=prompt.cuts
@@ -331,9 +332,12 @@ class PromptIndex:
             self.drop(self._worth.choose())
 
     def _find_parent(self, entry: _Entry, alike: Iterable[_Entry]) -> int | None:
-        """The number of the longest entry with which this one begins: it goes on with that one's
-        chat. None if there is none, or only a chat's first checkpoint, from which other chats go on
-        as well."""
+        """Return the number of the longest entry with which this one begins: the earlier state of
+        the same chat.
+
+        None if there is none. None as well if the only one is a checkpoint: many chats share their
+        first checkpoint (the system message), so it does not show that the chat is the same.
+        """
         chain = sorted(filter(entry.begins_with, alike), key=_size)
         if not chain or (chain[-1].lasting and len(chain) == 1):
             return None

@@ -78,8 +78,8 @@ class PromptQueue:
         return [row for reading in self.begun for row in reading.rows]
 
     def put_back(self, rows: Iterable[Row]) -> None:
-        """Have these rows wait again in their old places: those whose prompts were being read or
-        fetched, or whose KV caches have gone."""
+        """Put rows back into the queue, in the places that their arrival gives them. Their prompts
+        were being read or fetched, or they have lost their KV caches."""
         again = list(rows)
         for row in again:
             row.enter(RowState.PREEMPTED if row.read else RowState.WAITING)

@@ -49,9 +49,9 @@ class RowBook:
     Args:
         model: the model's number.
         client: the number of the client that it belongs to.
-        index: prompts that are kept.
-        queue, groups, recovery: where a row may be.
-        numbers: for rows that come.
+        index: the cached prompts.
+        queue, groups, recovery: a row is in one of them.
+        numbers: of new rows, in the order of their arrival.
         events: those that are to be sent to the client; more are appended here.
         store: prompts on disk; None: there are none.
         drafts: proposals of a draft model; None: there is none.

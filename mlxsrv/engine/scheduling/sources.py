@@ -30,7 +30,7 @@ class Sources:
 
     Args:
         facts: of the model.
-        index: prompts that are kept.
+        index: the cached prompts.
         groups: rows that run.
     """
 
@@ -40,11 +40,11 @@ class Sources:
         self._groups = groups
 
     def find(self, row: Row, begun: Sequence[Reading]) -> Source:
-        """The source that saves most of reading a row's text. Looked up again when there are
-        others.
+        """Return the source that saves reading the most tokens of a row's text. The row remembers
+        it until cached prompts or running rows have changed.
 
         Args:
-            row: it waits.
+            row: one that waits.
             begun: texts that are half read.
         """
         version = self._version(begun)
@@ -53,9 +53,8 @@ class Sources:
         return row.source
 
     def move_out(self, source: Source, others: Iterable[Row]) -> tuple[int, ...] | None:
-        """Move a cached prompt to the row that begins with it, if it may be moved: the row begins
-        with all of it that a client has asked, and none of the `others` that wait begins with it,
-        too.
+        """Move a cached prompt to the row that begins with it, if two things hold: the row shares
+        all of it but an answer, and none of the `others`, which wait, begins with it as well.
 
         Returns:
             Its uses, which the row's own text inherits when it is cached; None if it is not moved.
@@ -67,7 +66,7 @@ class Sources:
         return self._index.move_out(source.entry, source.tokens)
 
     def _version(self, begun: Sequence[Reading]) -> tuple[int, ...]:
-        """Changes with what there is to go on from."""
+        """Return counters that change whenever the possible sources do."""
         if not self._facts.cuts:
             return (self._index.changes,)
         return (self._index.changes, self._groups.changes, *[each.done for each in begun])

@@ -21,7 +21,7 @@ class SpanMaker:
         facts: of the model.
         pace: decides how many tokens a slice reads.
         queue: knows which prompts take several slices.
-        index: promises entries for what is kept.
+        index: gives numbers to the KV caches that a slice is to cache.
     """
 
     def __init__(
@@ -93,6 +93,7 @@ class SpanMaker:
         )
 
     def _ends_kept(self, reading: Reading) -> bool:
-        """Whether a text is kept where it ends. If it can always be cut back, its rows hold it for
-        others while they run, and it is kept when they end."""
+        """Whether the KV cache is cached at the end of the text. It is not where it can be cut back
+        to any length: other prompts then begin with a copy of the running row's, which is cached
+        when the row ends."""
         return not (self._facts.cuts and reading.decoded)

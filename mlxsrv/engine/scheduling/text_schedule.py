@@ -142,8 +142,8 @@ class TextSchedule:
         self._book.cancel(job_ids)
 
     def end_all(self, reason: str) -> list[WorkItem]:
-        """End every job, since the model is unloaded, and have what is kept written to disk, if it
-        is. Returns the last work items of the model."""
+        """End every job, since the model is unloaded. Returns the model's last work items. With
+        `--prompt-cache-dir` these write the cached prompts to disk."""
         self._budget.unregister(self.memory)
         return self._book.end_all(reason)
 

@@ -84,9 +84,11 @@ class SAE:
         return self.probe(features)(hidden)
 
     def probe(self, features: mx.array) -> Callable[[mx.array], mx.array]:
-        """A function from hidden states `(..., d_in)` to the activations of the features `(m,)`.
+        """Return a function from hidden states `(..., d_in)` to activations `(..., m)` of the
+        features `(m,)`.
 
-        It computes these features only, unless features compete for being active.
+        It computes these features only. In a top-k SAE it computes all, because which ones are
+        active depends on the others.
         """
         if self.file.k is not None:
             return lambda hidden: self.encode(hidden)[..., features]

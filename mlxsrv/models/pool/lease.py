@@ -91,10 +91,10 @@ class Lease:
         return self.model.files.cross_encoder_config
 
     async def run_in_worker(self, function: Callable[[*Ts], T], *arguments: *Ts) -> T:
-        """Return what `function` returns, called in a worker thread. For work with the tokenizer.
+        """Call `function` in a worker thread, and return its result. For work with the tokenizer.
 
-        A caller that is cancelled waits until the thread comes to its next text, or piece of a long
-        one, which ends it.
+        A caller that is cancelled still waits for the thread. The tokenizer stops before its next
+        text, or its next piece of a long text.
         """
         return await anyio.to_thread.run_sync(function, *arguments, limiter=self.model.tokenizing)
 
@@ -103,8 +103,8 @@ class Lease:
 
         Raises:
             ModelNotLoaded, InsufficientMemory, EngineFailed: it cannot be loaded.
-            Withdrawn: the lease has ended meanwhile.
-            ShuttingDown: the pool has.
+            Withdrawn: the lease ended meanwhile.
+            ShuttingDown: the pool ended meanwhile.
         """
         if self.released:
             raise Withdrawn("its lease has ended")
@@ -145,4 +145,4 @@ class Lease:
 
 
 class Withdrawn(ServeError):
-    """The lease ended while it waited to enter. Whoever ended it has told the client why."""
+    """The lease ended while it waited to enter. Whoever ended it has answered the client."""

@@ -67,8 +67,8 @@ class PoolLimits(msgspec.Struct, frozen=True):
         return _spare(victims, lambda rest: weight_bytes(_without(models, rest)) <= wanted)
 
     def require_row(self, model: Model, models: Collection[Model]) -> None:
-        """Check that a model which is loaded can run a short row, if need be after all have gone
-        that may.
+        """Check that a loaded model has memory for a short row, once all models that may be evicted
+        are gone.
 
         Raises InsufficientMemory; the message has the numbers.
         """
@@ -109,8 +109,8 @@ def _without(models: Collection[Model], gone: Collection[Model]) -> list[Model]:
 
 
 def _spare(victims: list[Model], enough: Callable[[list[Model]], bool]) -> list[Model]:
-    """Leave out whoever need not go: a small model that was chosen early is spared if a large one
-    chosen later is enough alone."""
+    """Leave out models that need not be evicted: a small one that was chosen early stays if a large
+    one that was chosen later frees enough alone."""
     for model in list(victims):
         rest = [other for other in victims if other is not model]
         if enough(rest):
@@ -135,7 +135,7 @@ def weight_bytes(models: Collection[Model]) -> int:
 
 
 class Unwanted(Exception):
-    """Nobody waits any more for the memory that a model has queued for."""
+    """A model waits for memory, and no request waits for the model any more."""
 
 
 class MemoryQueue:
@@ -164,7 +164,8 @@ class MemoryQueue:
         return next(iter(self), None)
 
     def enqueue(self, model: Model) -> _Wait:
-        """The end of this wait: the models that were evicted for this one, or an error."""
+        """Add a model to the queue. Returns a future: the models that were evicted for this one, or
+        an error."""
         wait = self._waiting[model] = asyncio.get_running_loop().create_future()
         if model.loaded is None:
             model.enter(LoadState.WAITING)

@@ -331,9 +331,11 @@ def _now() -> float:
 
 
 def start_task(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-    """Start a task that several may wait for, so that one who leaves does not end it for others.
+    """Start a task that several requests may wait for. One that is cancelled does not end it for
+    the others.
 
-    Nobody may be left to hear of its error; so the work logs why it failed, and asyncio does not.
+    If nobody waits for it any more, nobody reads its error. So the task logs its own failure, and
+    asyncio's warning of an error that was never read is switched off.
     """
     task = asyncio.create_task(work)
     task.add_done_callback(lambda task: task.cancelled() or task.exception())

@@ -17,7 +17,7 @@ from mlxsrv.models.pool.fair_queue import FairQueue
 
 
 class RowQueue:
-    """Lends the rows of one model.
+    """Gives the free rows of one model to the requests that wait for them.
 
     Args:
         rows: the limiter, with one slot per row.

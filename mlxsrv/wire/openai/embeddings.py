@@ -136,7 +136,8 @@ class RerankRequest(TruncationFields, frozen=True, kw_only=True):
 
 
 class CohereRerankRequest(RerankRequest, frozen=True, kw_only=True):
-    """The second version of Cohere's API cuts what is too long unless told otherwise."""
+    """The second version of Cohere's API. It cuts texts that are too long, unless the request says
+    otherwise."""
 
     @property
     def truncates(self) -> bool:

@@ -146,7 +146,8 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
 
     @property
     def paths(self) -> Mapping[str, str]:
-        """Where the request says whether and how much to think."""
+        """The fields in which this request says whether and how much to think: several mean the
+        same, and an error names the one that was given."""
         thinks = "think" if self.think is not None else "reasoning.effort"
         level = "reasoning.effort" if self.reasoning_effort is None else "reasoning_effort"
         return {

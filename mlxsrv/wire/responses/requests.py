@@ -141,7 +141,7 @@ class ResponsesRequest(TextRequest, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def ignored(self) -> Search:
-        """Finds what is ignored inside items and tools."""
+        """The paths of ignored fields inside items and tools, filled while these are read."""
         return Search()
 
     @cached_property
