@@ -132,8 +132,9 @@ def test_fifty_clients_that_leave_at_once_leave_nothing_behind(
     wait_for(lambda: narrow_client.post(CHAT, json=chat()).is_success, why="the row is free")
     wait_for(forgotten, why="nothing came late")
     with ExitStack() as stack:
-        clients = [stack.enter_context(RawClient(narrow, endless())) for _ in range(MAX_QUEUE + 1)]
+        clients = [stack.enter_context(RawClient(narrow, endless()))]
         clients[0].until(FIRST_CONTENT)
+        clients += [stack.enter_context(RawClient(narrow, endless())) for _ in range(MAX_QUEUE)]
         for client in clients[1:]:
             client.until(KEEPALIVE)
         assert narrow_client.post(CHAT, json=chat()).status_code == 503
