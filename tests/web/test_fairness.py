@@ -330,8 +330,8 @@ def test_a_lower_number_is_served_earlier(open_house: Server) -> None:
 def test_a_key_has_a_priority_that_its_requests_cannot_better(locked_house: Server) -> None:
     with full(locked_house, headers=keyed(LATE)) as house:
         late = []
-        for number, fields in enumerate(({"priority": -9}, {}, {"priority": 6}), start=1):
-            late.append(house.send(short(**fields), keyed(LATE)))
+        for number, body in enumerate((short(priority=-9), short(), short(priority=6)), start=1):
+            late.append(house.send(body, keyed(LATE)))
             house.wait(requests=number, clients=1)
         early = [house.send(short(priority=number), keyed(ONE)) for number in (4, -9)]
         house.wait(requests=5, clients=2)
