@@ -1,9 +1,9 @@
-"""The costs of works: a linear model, from a machine's figures or fitted to what was measured.
+"""The costs of work items: a linear model, from a machine's figures or fitted to what was measured.
 
 A device works off what is launched, in order. A step is launched, and then the tokens of the step
-before are awaited; a slice of prompts is awaited itself. So the time of one work is partly that of
-another, and costs are fitted to whole rounds. On CPUs a launch takes as long as the step: see
-`CostDevice`.
+before are awaited; a slice of prompts is awaited itself. So the time of one work item is partly
+that of another, and costs are fitted to whole rounds. On CPUs a launch takes as long as the step:
+see `CostDevice`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Costs(msgspec.Struct, frozen=True):
     """Seconds.
 
     Attributes:
-        work: of each work, on the host.
+        work: of each work item, on the host.
         step: of a pass that feeds each row one token: to read the weights.
         row: of each row of such a pass.
         held: of each token in the KV caches of its rows, padding included.
@@ -93,7 +93,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def describe(work: WorkItem, passes: Sequence[Pass]) -> list[float]:
-    """Return how much of each of the Costs a work takes, in their order."""
+    """Return how much of each of the Costs a work item takes, in their order."""
     rows = sum(each.rows for each in passes)
     if isinstance(work, Decode):
         held = sum(each.rows * each.held for each in passes)
@@ -163,12 +163,12 @@ def _solve(matrix: Matrix, wanted: Vector) -> Vector:
 
 
 class CostDevice(FakeDevice):
-    """A device on which works take what they cost, and steps run while the host goes on.
+    """A device on which work items take what they cost, and steps run while the host goes on.
 
     Args:
         speed: of the machine; what the costs say at all times, unless given.
         blocks: launching a step takes as long as the step, as with MLX's CPU back end, which has
-            ten operations under way at most. So a step's tokens are told behind the next step.
+            ten operations under way at most. So a step's tokens are known behind the next step.
 
     Attributes:
         now: seconds, as the runner's clock.

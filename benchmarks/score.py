@@ -396,8 +396,8 @@ def format_metrics(comparisons: Sequence[Comparison]) -> str:
     figures: dict[tuple[str, str, str], list[str]] = {}
     for one in comparisons:
         for metric, value in one.theirs.metrics.items():
-            told = figures.setdefault((one.model, one.task, metric), [f"{value:.5g}"])
-            told.append(f"{one.ours.metrics.get(metric, math.nan):.5g}")
+            written = figures.setdefault((one.model, one.task, metric), [f"{value:.5g}"])
+            written.append(f"{one.ours.metrics.get(metric, math.nan):.5g}")
     for key, (theirs, *ours) in figures.items():
         rows.append([*key, theirs, " / ".join(dict.fromkeys(ours))])
     return format_table(rows)

@@ -1,6 +1,6 @@
 """Simulate a server's rounds, without a model: `python -m benchmarks.simulate`.
 
-The scheduler is the real one. Works take what a cost model says, so thousands of requests take
+The scheduler is the real one. Work items take what a cost model says, so thousands of requests take
 seconds. Requests come at random times (Poisson); prompts and answers have log-normal lengths. As in
 the HTTP server, a request waits for a row before its job is sent. Each line has the seconds to the
 first token, the gaps between tokens, and tokens a second.
@@ -139,7 +139,7 @@ class _Side(Protocol):
 
 
 class Simulated:
-    """A FakeRunner on a device where works take what they cost."""
+    """A FakeRunner on a device where work items take what they cost."""
 
     def __init__(self, device: CostDevice) -> None:
         self._device = device
@@ -165,7 +165,7 @@ class Simulated:
 class Measured:
     """The real runner, by the process's own time; what rounds took is remembered.
 
-    A FakeRunner does the same works beside it, which tells the sizes of their passes.
+    A FakeRunner does the same work items beside it, and reports the sizes of their passes.
     """
 
     def __init__(self) -> None:
@@ -220,7 +220,7 @@ class Measured:
 
 
 class _SizeDevice(CostDevice):
-    """Remembers what the last work took."""
+    """Remembers what the last work item took."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -247,7 +247,7 @@ def serve(side: _Side, requests: Sequence[Request], order: Load, seed: int = 0) 
     begin = side.now()
     coming, gate = deque(enumerate(requests)), deque[Job]()
     arrived = {number: begin + request.at for number, request in enumerate(requests)}
-    told: dict[int, list[float]] = {number: [] for number in arrived}
+    drawn: dict[int, list[float]] = {number: [] for number in arrived}
     live = 0
     while coming or gate or live:
         while coming and arrived[coming[0][0]] <= side.now():
@@ -261,12 +261,12 @@ def serve(side: _Side, requests: Sequence[Request], order: Load, seed: int = 0) 
         for now, event in _round(scheduler, side, orders):
             assert not isinstance(event, Failed), event
             if isinstance(event, Token):
-                told[event.job].append(now)
+                drawn[event.job].append(now)
                 live -= event.finish is not None
         orders = []
-    firsts = [times[0] - arrived[number] for number, times in told.items()]
-    gaps = np.concatenate([np.diff(times) for times in told.values()])
-    tokens = sum(map(len, told.values()))
+    firsts = [times[0] - arrived[number] for number, times in drawn.items()]
+    gaps = np.concatenate([np.diff(times) for times in drawn.values()])
+    tokens = sum(map(len, drawn.values()))
     shares = [0.5, 0.95, 0.99]
     times = [*np.quantile(firsts, shares).tolist(), *np.quantile(gaps, shares).tolist()]
     return Figures(*times, tokens / (side.now() - begin))  # type: ignore[call-arg]

@@ -90,7 +90,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=1)] | None,
         Meta(
             description="Memory for the weights of all loaded models, for the KV caches of running "
-            "requests and for kept prompts together. "
+            "requests and for cached prompts together. "
             "Default: 90% of the working set that Metal recommends; on CUDA 81% of the card, or "
             "90% of what others leave of it if that is less; else 75% of RAM.",
             extra=_BYTES,
@@ -383,8 +383,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     prompt_cache_dir: Annotated[
         Annotated[str, Meta(min_length=1)] | None,
         Meta(
-            description="Folder in which kept prompts outlive the process; it is created on first "
-            "use. Without this option, they are kept in memory only.",
+            description="Folder in which cached prompts outlive the process; it is created on "
+            "first use. Without this option, they are kept in memory only.",
             extra={"metavar": "DIR"},
         ),
     ] = None

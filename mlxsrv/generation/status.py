@@ -119,7 +119,7 @@ class ModelState(Struct, frozen=True, kw_only=True):
 class MemoryState(Struct, frozen=True, kw_only=True):
     """In bytes: the limit; what weights and SAEs take of it, and the budget that they leave for
     KV caches; what of this rows have, prompts that are being read, and what can go at any time:
-    kept prompts, and what draft models have read. Then what MLX has in use, keeps for reuse, and
+    cached prompts, and what draft models have read. Then what MLX has in use, keeps for reuse, and
     has had at most."""
 
     limit: int

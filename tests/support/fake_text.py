@@ -332,7 +332,7 @@ class FakeText:
         if span.source is not None:
             self._check_source(span, head)
         elif span.from_row is not None:
-            self._check_lender(span, head)
+            self._check_from_row(span, head)
         text = FakePartialText(rows, span.begin)
         self._texts |= {row.id: text for row in rows}
         return text
@@ -350,7 +350,7 @@ class FakeText:
             del self._kept[span.source]
             self._moved.add(span.source)
 
-    def _check_lender(self, span: Span, row: FakeRow) -> None:
+    def _check_from_row(self, span: Span, row: FakeRow) -> None:
         """A row that runs, or whose text is half read, has what a text begins with."""
         require(self._facts.cuts, "a copy of a row is begun with that cannot be cut back")
         from_row = None if span.from_row is None else self._rows.get(span.from_row)

@@ -120,7 +120,7 @@ def test_no_row_lends_what_cannot_be_cut_back() -> None:
         assert opened(bench, 2).source is not None
 
 
-def test_a_lender_that_is_lost_in_the_same_round_costs_a_second_reading() -> None:
+def test_a_source_row_that_is_lost_in_the_same_round_costs_a_second_reading() -> None:
     """Its step fails after the round was planned. Both rows end well."""
 
     def fails(work: WorkItem) -> bool:

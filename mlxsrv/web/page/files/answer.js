@@ -92,17 +92,17 @@ function indented(json) {
 
 function figures({ model, usage, firstToken, duration }, models) {
 	// One model needs no name.
-	const told = models.some(each => each !== model) ? [model] : [];
+	const facts = models.some(each => each !== model) ? [model] : [];
 	if (usage) {
 		const cached = usage.prompt_tokens_details?.cached_tokens;
-		told.push(`${usage.prompt_tokens} tokens read${cached ? ` (${cached} cached)` : ""}`);
-		told.push(`${usage.completion_tokens} written`);
+		facts.push(`${usage.prompt_tokens} tokens read${cached ? ` (${cached} cached)` : ""}`);
+		facts.push(`${usage.completion_tokens} written`);
 	}
-	if (firstToken !== null) told.push(`first after ${seconds(firstToken / 1000)}`);
+	if (firstToken !== null) facts.push(`first after ${seconds(firstToken / 1000)}`);
 	// The first token came before the clock of the others began. What came in one packet has no speed.
 	if (usage && usage.completion_tokens > 1 && duration > 20) {
 		const speed = (1000 * (usage.completion_tokens - 1)) / duration;
-		told.push(`${speed < 100 ? speed.toFixed(1) : Math.round(speed)} tokens/s`);
+		facts.push(`${speed < 100 ? speed.toFixed(1) : Math.round(speed)} tokens/s`);
 	}
-	return told.filter(Boolean).join(" · ");
+	return facts.filter(Boolean).join(" · ");
 }

@@ -3,7 +3,7 @@
 /** Where the server's paths begin: the server may be mounted below another app. */
 export const BASE = new URL("..", import.meta.url);
 
-/** An error that the server has told; or that there is no connection to it, with status 0. */
+/** An error that the server sent; or that there is no connection to it, with status 0. */
 class APIError extends Error {
 	/** @param {any} [body] what the server answered, if that is JSON */
 	constructor(status, message, body) {
@@ -55,9 +55,9 @@ export class API {
 				const data = line.replace(/^data: /, "");
 				if (data === "[DONE]") return;
 				if (!data.startsWith("{")) continue; // a comment, which keeps the connection alive
-				const told = JSON.parse(data);
-				if (told.error) throw failure(told.error.status ?? 500, told);
-				yield told;
+				const found = JSON.parse(data);
+				if (found.error) throw failure(found.error.status ?? 500, found);
+				yield found;
 			}
 		} catch (error) {
 			if (error instanceof APIError || signal.aborted) throw error;

@@ -146,7 +146,7 @@ export class InsideView {
 		};
 		const watch = (this.watch = new AbortController());
 		const props = { capture: true, signal: watch.signal };
-		// What was scrolled before is told by then.
+		// By then, events of earlier scrolling have arrived.
 		requestAnimationFrame(() => document.addEventListener("scroll", scrolled, props));
 	}
 

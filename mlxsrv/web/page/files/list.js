@@ -5,7 +5,7 @@ import { button, el, fileInput, small } from "./dom.js";
 export class ConversationList {
 	constructor(chat) {
 		this.chat = chat;
-		this.told = "";
+		this.shown = "";
 		this.items = el("ul");
 		const picker = fileInput(content => chat.importFile(content), { hidden: true });
 		this.element = el(
@@ -28,9 +28,9 @@ export class ConversationList {
 	}
 
 	update(heads, open) {
-		const told = JSON.stringify([open, heads.map(({ id, title }) => [id, title])]);
-		if (told === this.told) return; // what has the focus keeps it
-		this.told = told;
+		const shown = JSON.stringify([open, heads.map(({ id, title }) => [id, title])]);
+		if (shown === this.shown) return; // what has the focus keeps it
+		this.shown = shown;
 		this.items.replaceChildren(...heads.map((head, place) => this.item(head, place, head.id === open)));
 	}
 

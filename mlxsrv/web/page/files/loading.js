@@ -105,14 +105,14 @@ class ModelRow {
 
 /** Say what a row takes of each kind of layers. */
 function kvCache(costs) {
-	const told = costs?.map(({ kind, bytes_per_token, window, bytes: all }) => {
+	const kinds = costs?.map(({ kind, bytes_per_token, window, bytes: all }) => {
 		if (kind === "state") return `${bytes(all)} a row`;
 		const each = `${bytes(bytes_per_token)} a token`;
 		if (kind === "window") return `${each} of the last ${count(window)}`;
 		if (kind === "first") return `${each} of the first ${count(window)}`;
 		return kind === "draft" ? `${each} for the draft` : each;
 	});
-	return told?.join(" + ") || "–";
+	return kinds?.join(" + ") || "–";
 }
 
 class PullForm {
@@ -122,13 +122,13 @@ class PullForm {
 		const placeholder = "mlx-community/Qwen3-4B-4bit";
 		this.name = el("input", { placeholder, required: true, spellcheck: false });
 		this.bar = el("progress", { hidden: true, ariaLabel: "Download" });
-		this.told = el("span.quiet");
+		this.detail = el("span.quiet");
 		this.error = errorLine();
 		this.form = lineForm("Download a model from the Hugging Face hub", this.name, "Pull", () => {
 			if (this.running) this.running.abort();
 			else attempt(this.error, () => this.pull(this.name.value.trim()));
 		});
-		this.form.append(this.bar, this.told);
+		this.form.append(this.bar, this.detail);
 		this.element = el("div.pull", this.form, this.error);
 	}
 
@@ -138,9 +138,9 @@ class PullForm {
 		const files = new Map();
 		this.show("Stop");
 		try {
-			for await (const told of api.stream("api/pull", { model }, signal)) {
-				if (told.digest) files.set(told.digest, told);
-				this.progress([...files.values()], told.status);
+			for await (const event of api.stream("api/pull", { model }, signal)) {
+				if (event.digest) files.set(event.digest, event);
+				this.progress([...files.values()], event.status);
 			}
 			await models.refresh();
 			announce(`${model} is here`);
@@ -157,13 +157,13 @@ class PullForm {
 		this.name.readOnly = next === "Stop";
 		this.bar.hidden = !this.name.readOnly;
 		this.bar.removeAttribute("value");
-		this.told.textContent = "";
+		this.detail.textContent = "";
 	}
 
 	progress(files, status) {
 		const sum = name => files.reduce((all, file) => all + (file[name] ?? 0), 0);
 		const [total, done] = [sum("total"), sum("completed")];
 		if (total > 0) this.bar.value = done / total;
-		this.told.textContent = total ? `${bytes(done)} of ${bytes(total)}` : status;
+		this.detail.textContent = total ? `${bytes(done)} of ${bytes(total)}` : status;
 	}
 }

@@ -28,8 +28,8 @@ export class MemoryBar {
 			part.hidden = counts[name] === 0;
 			size.textContent = bytes(counts[name]);
 		}
-		const told = this.parts.map(({ line }) => line.textContent);
-		this.bar.ariaLabel = `Memory, of ${bytes(limit)}: ${told.join(", ")}`;
+		const texts = this.parts.map(({ line }) => line.textContent);
+		this.bar.ariaLabel = `Memory, of ${bytes(limit)}: ${texts.join(", ")}`;
 		this.device.textContent =
 			`The limit is ${bytes(limit)}. MLX has ${bytes(active)} in use, ` +
 			`keeps ${bytes(cached)} for reuse, and had ${bytes(peak)} at most.`;

@@ -45,13 +45,13 @@ export class Models extends EventTarget {
 	/** Take the models that are loaded or wanted, as /health tells them; undefined: they are not known now. */
 	async take(states) {
 		if (!states) return;
-		const told = new Map(states.map(each => [each.id, each]));
+		const byId = new Map(states.map(each => [each.id, each]));
 		const known = this.all.every(({ id, state }) => {
-			const now = told.get(id)?.state ?? "unused";
+			const now = byId.get(id)?.state ?? "unused";
 			return now === state || (now === "unused" && state === "failed");
 		});
 		if (!known) return this.refresh();
-		for (const model of this.all) model.download = told.get(model.id)?.download;
+		for (const model of this.all) model.download = byId.get(model.id)?.download;
 		if (this.all.some(({ download }) => download)) this.choose(this.chosen);
 	}
 
@@ -86,8 +86,8 @@ export class Models extends EventTarget {
 		this.addEventListener("change", () => {
 			const { id, state, reason, download } = this.current ?? {};
 			line.hidden = state !== "failed" && !(state && isMoving({ state }));
-			const told = state === "failed" ? `${id} could not be loaded: ${reason}` : `${id}: ${state}`;
-			if (text.textContent !== told) text.textContent = told; // screen readers say it once
+			const news = state === "failed" ? `${id} could not be loaded: ${reason}` : `${id}: ${state}`;
+			if (text.textContent !== news) text.textContent = news; // screen readers say it once
 			text.classList.toggle("error", state === "failed");
 			again.hidden = state !== "failed";
 			bar.hidden = figures.hidden = !download;
@@ -98,7 +98,7 @@ export class Models extends EventTarget {
 		return line;
 	}
 
-	/** Load a model. An error is told by its state. */
+	/** Load a model. Its state shows an error. */
 	async load(model) {
 		await this.api.post("api/generate", { model, stream: false }).catch(() => {});
 		await this.refresh();

@@ -49,7 +49,7 @@ export class ProfilePanel {
 		};
 		const save = async () => download(`${name}.json`, JSON.stringify(await this.api.get(`${path}/export`), null, 2));
 		const verb = active ? "Deactivate" : "Activate";
-		const told = [
+		const facts = [
 			active && "active: the default of its model",
 			...[...values].map(each => each.join(": ")),
 			mode,
@@ -59,7 +59,7 @@ export class ProfilePanel {
 			"li",
 			{ ariaLabel: name },
 			el("strong", name),
-			el("small", told.filter(Boolean).join(", ")),
+			el("small", facts.filter(Boolean).join(", ")),
 			el(
 				"div.line",
 				action("Use", () => this.host.use(profile)),

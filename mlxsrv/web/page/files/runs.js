@@ -4,7 +4,7 @@ import { generate } from "./generate.js";
 import { stateOf } from "./models.js";
 
 const SAVES = 2000; // milliseconds between two saves of an answer
-const PATIENCE = 700; // milliseconds before the user is told what an answer waits for
+const PATIENCE = 700; // milliseconds before the page says what an answer waits for
 
 export class Runs {
 	constructor(chat) {

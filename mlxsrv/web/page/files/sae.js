@@ -81,11 +81,11 @@ export function query(model) {
 
 /** @param {any} sae or its attachment */
 function described(sae) {
-	const told = [
+	const parts = [
 		sae.d_sae && `${count(sae.d_sae)} features`,
 		sae.layer !== null && `layer ${sae.layer}`,
 		sae.architecture,
 		sae.bytes && bytes(sae.bytes),
 	];
-	return told.filter(Boolean).join(" · ");
+	return parts.filter(Boolean).join(" · ");
 }

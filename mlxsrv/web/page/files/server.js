@@ -151,7 +151,7 @@ class Figures {
 
 class ErrorTable {
 	constructor() {
-		this.told = "";
+		this.known = "";
 		this.rows = el("tbody");
 		this.none = el("p.quiet", "No request has failed since the start.");
 		this.table = table("Last errors", ["Time", "Request", "Status", "Code", "Model", "Request id"], this.rows);
@@ -160,9 +160,9 @@ class ErrorTable {
 	}
 
 	update(errors) {
-		const told = JSON.stringify(errors);
-		if (told === this.told) return; // what is selected stays so
-		this.told = told;
+		const news = JSON.stringify(errors);
+		if (news === this.known) return; // what is selected stays so
+		this.known = news;
 		this.none.hidden = errors.length > 0;
 		this.table.hidden = !this.none.hidden;
 		this.rows.replaceChildren(...errors.map(errorRow));
@@ -183,12 +183,12 @@ function errorRow({ time, method, route, status, code, model, request_id }) {
 }
 
 function described({ ended, failed, prompt_tokens, completion_tokens, ttft }) {
-	const told = [
+	const facts = [
 		`Since the start ${count(ended)} requests, ${count(failed)} failed`,
 		`${count(prompt_tokens)} tokens read, ${count(completion_tokens)} written`,
 	];
-	if (ttft) told.push(`95 % of first tokens within ${seconds(ttft.p95)}`);
-	return told.join(" · ");
+	if (ttft) facts.push(`95 % of first tokens within ${seconds(ttft.p95)}`);
+	return facts.join(" · ");
 }
 
 function percent(value) {

@@ -138,9 +138,9 @@ export class SettingsForm {
 	draw() {
 		const { settings } = this.chat.conversation;
 		for (const [name, control] of this.controls) control.value = settings[name] ?? "";
-		const told = Object.entries(settings.steering ?? {}).map(([index, strength]) => `${index} by ${strength}`);
+		const listed = Object.entries(settings.steering ?? {}).map(([index, strength]) => `${index} by ${strength}`);
 		this.steering.hidden = settings.steering === null;
-		this.steered.textContent = `Steering: ${told.join(", ") || "off"} (${settings.steering_mode}) `;
+		this.steered.textContent = `Steering: ${listed.join(", ") || "off"} (${settings.steering_mode}) `;
 		this.check();
 	}
 
