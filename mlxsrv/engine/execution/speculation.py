@@ -178,7 +178,8 @@ def check_proposals(
 
 
 def _take_places(logits: mx.array, places: Sequence[tuple[int, int]]) -> mx.array:
-    """The logits `(places, vocabulary)` of these rows and places, of `(rows, n, vocabulary)`."""
+    """Select logits `(places, vocabulary)` from `(rows, n, vocabulary)`; a place is a pair of a row
+    and one of its n tokens."""
     rows, width, vocabulary = logits.shape
     flat = logits.reshape(-1, vocabulary)
     if len(places) == rows * width:

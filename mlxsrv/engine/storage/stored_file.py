@@ -51,7 +51,7 @@ class NotANumber(ValueError):
 
 
 class DamagedFile(ValueError):
-    """The file is not what it should be: half written, changed, or none of ours."""
+    """The file cannot be used: it is half written, was changed, or is not one of this server's."""
 
 
 class Columns(msgspec.Struct, frozen=True):

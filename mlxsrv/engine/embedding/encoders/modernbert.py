@@ -119,7 +119,8 @@ class Attention:
         return mx.pad(states, [(0, 0), (0, 0), (edge, missing + edge), (0, 0)])
 
     def _cut(self, states: mx.array, first: int, count: int) -> mx.array:
-        """Blocks as rows: `(rows * count, heads, block, size)`."""
+        """Cut `count` blocks of each text, from block `first` on, out of states `(rows, heads,
+        length, size)`. Returns them as rows of their own, `(rows * count, heads, block, size)`."""
         rows, heads, _, size = states.shape
         begin, end = first * self._block, (first + count) * self._block
         blocks = states[:, :, begin:end].reshape(rows, heads, count, self._block, size)
