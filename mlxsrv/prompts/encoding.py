@@ -177,10 +177,11 @@ class TextEncoder:
         return ids
 
     def _encode(self, text: str, special: bool = False) -> list[int]:
-        self._check()
         if self._backend is None:
             with self._python_calls:
+                self._check()  # after the wait: nobody may want the tokens by then
                 return list(self._tokenizer.encode(text, add_special_tokens=special))
+        self._check()
         # Of the library's calls this one does not hold the GIL, nor does it note offsets.
         return list(self._backend.encode_batch_fast([text], add_special_tokens=special)[0].ids)
 

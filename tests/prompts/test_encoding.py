@@ -348,6 +348,38 @@ def test_a_tokenizer_in_python_is_used_by_one_thread_at_a_time() -> None:
     assert most == 1
 
 
+def test_a_text_that_is_given_up_while_it_waits_for_the_tokenizer_is_not_encoded() -> None:
+    """A request that ends while another is in the tokenizer is found ended before its turn."""
+    turns = threading.Lock()
+    done: list[str] = []
+
+    class Turns:
+        """The tokenizer's own lock: whoever enters it has waited."""
+
+        def __enter__(self) -> None:
+            turns.acquire()
+            gone.set()  # the client leaves while its text waits
+
+        def __exit__(self, *error: object) -> None:
+            turns.release()
+
+    class InPython:
+        def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+            done.append(text)
+            return [1]
+
+    def check() -> None:
+        if gone.is_set():
+            raise KeyError("nobody waits")
+
+    gone = threading.Event()
+    encoder = TextEncoder(InPython(), check)
+    with patch.object(encoder, "_python_calls", Turns()), pytest.raises(KeyError):
+        encoder.encode("a", special=False)
+    assert done == []
+    assert not turns.locked()
+
+
 def test_the_work_ends_as_soon_as_there_are_too_many_tokens() -> None:
     checks: list[bool] = []
     encoder = TextEncoder(TOKENIZERS["demo"], lambda: checks.append(True))

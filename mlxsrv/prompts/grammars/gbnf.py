@@ -17,6 +17,7 @@ and class. So it reads some grammars wrongly without a word: `tests/prompts/gram
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -173,6 +174,7 @@ def _rule(tokens: Iterator[_Token]) -> _Pieces:
     pieces: _Pieces = []
     item = 0  # where in the pieces the last item begins
     groups: list[int] = []  # where those begin that are open
+    repeated: Counter[int] = Counter()  # how often the item that begins there is repeated
     for token in tokens:
         begin = len(pieces)
         match token.kind, token.text:
@@ -199,7 +201,8 @@ def _rule(tokens: Iterator[_Token]) -> _Pieces:
                 begin = groups.pop()
             case "times", _ if not _lacks_item(pieces):
                 begin = item
-                pieces[item:] = ["(", *pieces[item:], ")", _times(token)]
+                repeated[item] += 1
+                pieces += [")", _times(token)]
             case _, '"' | "[":
                 raise token.error("a text or class without an end")
             case _, "{":
@@ -209,7 +212,10 @@ def _rule(tokens: Iterator[_Token]) -> _Pieces:
         item = begin
     if groups:
         raise token.error("expected )")
-    return [*pieces, _EMPTY] if _lacks_item(pieces) else pieces
+    if _lacks_item(pieces):
+        pieces.append(_EMPTY)
+    # Not before: each repetition would move all that it repeats.
+    return [each for i, piece in enumerate(pieces) for each in (*("(" * repeated[i]), piece)]
 
 
 def _lacks_item(pieces: _Pieces) -> bool:
