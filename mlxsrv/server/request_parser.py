@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 
 import h11
+from h11._receivebuffer import ReceiveBuffer
 
 from mlxsrv.errors import HeadersTooLarge, InvalidHTTP
 from mlxsrv.web.security.headers import MOST_HEADER_BYTES
 
 _URL = re.compile(rb"https?://([^/?#@]+)([/?][^#]*)?", re.I)
-_NO_PLAIN_LINE = re.compile(rb"(?<!\r)\n|\n[ \t]")  # an LF without its CR, or a folded header
 
 
 class RequestParser(h11.Connection):
@@ -22,6 +22,7 @@ class RequestParser(h11.Connection):
 
     def __init__(self) -> None:
         super().__init__(h11.SERVER, MOST_HEADER_BYTES)
+        self._receive_buffer = _Buffer()  # not a public interface of h11
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         """As h11's, but a request has passed the checks: its target is a path, and it has no offer
@@ -30,32 +31,42 @@ class RequestParser(h11.Connection):
         Raises:
             InvalidHTTP, HeadersTooLarge: nothing more can be read from this connection.
         """
-        unread = self.trailing_data[0] if self.their_state is h11.IDLE else b""
         try:
             event = super().next_event()
         except h11.RemoteProtocolError as error:
             if error.error_status_hint == 431:
-                raise HeadersTooLarge(
-                    f"headers are larger than {MOST_HEADER_BYTES} bytes"
-                ) from None
+                raise _too_large() from None
             raise InvalidHTTP(f"the request is not valid HTTP: {error}"[:200]) from None
-        if isinstance(event, h11.Request):
-            head = unread[: len(unread) - len(self.trailing_data[0])]
-            return _checked(event, head)
-        return event
+        return _checked(event) if isinstance(event, h11.Request) else event
 
 
-def _checked(request: h11.Request, head: bytes) -> h11.Request:
-    """Return the request with a path as its target and without an offer to upgrade.
+class _Buffer(ReceiveBuffer):
+    """What has not been read yet. Its heads and trailers are checked when they are read: h11 takes
+    folded headers, and an LF for the end of a line, and shows neither; and it limits only what has
+    not arrived whole."""
 
-    Args:
-        head: the bytes of its first line and its headers. h11 takes folded headers, and an LF for
-            the end of a line, and shows neither in the request.
-    """
+    def maybe_extract_lines(self) -> list[bytearray] | None:
+        before = len(self)
+        lines: list[bytearray] | None = super().maybe_extract_lines()
+        if lines is None:
+            return None
+        size = before - len(self)
+        if size > MOST_HEADER_BYTES:
+            raise _too_large()
+        in_crlf = sum(len(line) + 2 for line in lines) + 2  # with the empty line
+        if size != in_crlf or any(line.startswith((b" ", b"\t")) for line in lines):
+            raise InvalidHTTP("a header must be one line, and lines must end in CRLF")
+        return lines
+
+
+def _too_large() -> HeadersTooLarge:
+    return HeadersTooLarge(f"headers are larger than {MOST_HEADER_BYTES} bytes")
+
+
+def _checked(request: h11.Request) -> h11.Request:
+    """Return the request with a path as its target and without an offer to upgrade."""
     method, target, old = request.method, request.target, request.http_version == b"1.0"
     fields = dict(request.headers)
-    if _NO_PLAIN_LINE.search(head):
-        raise InvalidHTTP("a header must be one line, and lines must end in CRLF")
     if not old and request.http_version != b"1.1":
         raise InvalidHTTP("the version must be HTTP/1.1 or HTTP/1.0")
     if b"transfer-encoding" in fields and (old or b"content-length" in fields):
