@@ -41,7 +41,7 @@ class RequestParser(h11.Connection):
 
 
 class _Buffer(ReceiveBuffer):
-    """What has not been read yet. Its heads and trailers are checked when they are read: h11 takes
+    """The bytes not read yet. Heads and trailers are checked when they are read: h11 takes
     folded headers, and an LF for the end of a line, and shows neither; and it limits only what has
     not arrived whole."""
 
