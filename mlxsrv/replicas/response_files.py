@@ -103,7 +103,8 @@ class ResponseFiles(ResponseStore):
     def _find(self, id: str) -> StoredResponse | None:
         found = super()._find(id)
         if found is None:
-            return self._read(id)
+            found = self._read(id)
+            return found if found is not None and found.id == id else None  # not of an item's link
         if (self._own / id).exists():
             return found
         self._forget(id)  # a client has had another replica delete it

@@ -67,6 +67,18 @@ def test_an_item_of_an_output_is_found_by_its_own_client(tmp_path: Path) -> None
         other.recall(None, [("msg_01", "input[0]")], "you", lambda size, path: None)
 
 
+def test_an_item_is_no_response_at_another_replica(tmp_path: Path) -> None:
+    one, other = replica(tmp_path, "one"), replica(tmp_path, "other")
+    one.put(response(FIRST))
+    for each in (one, other):
+        with pytest.raises(ResponseNotFound):
+            each.get("msg_01")
+        with pytest.raises(ResponseNotFound):
+            each.delete("msg_01")
+        with pytest.raises(PreviousResponseNotFound):
+            conversation(each, "msg_01")
+
+
 def test_what_any_replica_deletes_is_gone_everywhere(tmp_path: Path) -> None:
     one, other = replica(tmp_path, "one"), replica(tmp_path, "other")
     one.put(response(FIRST))
