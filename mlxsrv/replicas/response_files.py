@@ -78,7 +78,8 @@ class ResponseFiles(ResponseStore):
     def note_alive(self) -> None:
         """Files are removed some time after the last call of this."""
         with self._explained():
-            self._own.touch()
+            self._own.mkdir(mode=0o700, exist_ok=True)  # others remove it after a long sleep
+            os.utime(self._own)
 
     def put(self, response: StoredResponse) -> None:
         super().put(response)

@@ -79,6 +79,14 @@ def test_an_item_is_no_response_at_another_replica(tmp_path: Path) -> None:
             conversation(each, "msg_01")
 
 
+def test_a_replica_that_was_taken_for_gone_stores_again(tmp_path: Path) -> None:
+    one, other = replica(tmp_path, "one"), replica(tmp_path, "other")
+    shutil.rmtree(tmp_path / "responses" / "one")
+    one.note_alive()
+    one.put(response(FIRST))
+    assert other.get(FIRST) == response(FIRST)
+
+
 def test_what_any_replica_deletes_is_gone_everywhere(tmp_path: Path) -> None:
     one, other = replica(tmp_path, "one"), replica(tmp_path, "other")
     one.put(response(FIRST))
