@@ -22,7 +22,7 @@ class RequestParser(h11.Connection):
 
     def __init__(self) -> None:
         super().__init__(h11.SERVER, MOST_HEADER_BYTES)
-        self._receive_buffer = _Buffer()  # not a public interface of h11
+        self._buffer = self._receive_buffer = _Buffer()  # not a public interface of h11
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         """As h11's, but a request has passed the checks: its target is a path, and it has no offer
@@ -31,6 +31,8 @@ class RequestParser(h11.Connection):
         Raises:
             InvalidHTTP, HeadersTooLarge: nothing more can be read from this connection.
         """
+        if self.their_state is h11.IDLE and not self._buffer.skip_empty_lines():
+            return h11.NEED_DATA
         try:
             event = super().next_event()
         except h11.RemoteProtocolError as error:
@@ -44,6 +46,13 @@ class _Buffer(ReceiveBuffer):
     """The bytes not read yet. Heads and trailers are checked when they are read: h11 takes
     folded headers, and an LF for the end of a line, and shows neither; and it limits only what has
     not arrived whole."""
+
+    def skip_empty_lines(self) -> bool:
+        """Drop empty lines in front of a request, which some clients send behind a body (RFC 9112,
+        2.2). Returns False if half of one is there."""
+        while self._data[:2] == b"\r\n":
+            self.maybe_extract_at_most(2)
+        return bool(self._data != b"\r")
 
     def maybe_extract_lines(self) -> list[bytearray] | None:
         before = len(self)

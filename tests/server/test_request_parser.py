@@ -49,6 +49,7 @@ def bytewise(data: bytes) -> list[bytes]:
 
 FINE = {
     GET: "GET /health 1.1\nhost: a\n",
+    b"\r\n\r\n" + GET: "GET /health 1.1\nhost: a\n",
     b"GET / HTTP/1.0\r\n\r\n": "GET / 1.0\n",
     b"OPTIONS * HTTP/1.1\r\nhost: [::1]:80\r\n\r\n": "OPTIONS * 1.1\nhost: [::1]:80\n",
     b"GET /a?b=c//d HTTP/1.1\r\nHOST:\t localhost:8000 \r\nX:\r\nY: \xe9\t\x80\r\n\r\n": (
