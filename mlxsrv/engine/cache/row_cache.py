@@ -6,7 +6,7 @@ Used on the device thread only.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -118,6 +118,18 @@ class RowCache:
         for layer in self.layers if surplus else ():
             layer.trim(surplus)
         self.tokens = tokens
+
+
+def materialize_together(caches: Sequence[RowCache], layer_done: Callable[[], object]) -> None:
+    """Copy the arrays of views layer by layer, and wait for each layer; then call `layer_done`,
+    which may drop what these are views of. So no more than one layer is there twice."""
+    for layers in zip(*(cache.layers for cache in caches), strict=True):
+        for layer in list_layers(layers):
+            _own(layer)
+        mx.eval([layer.state for layer in layers])
+        layer_done()
+    for cache in caches:
+        cache._views = False
 
 
 def _shrink(layer: Any) -> None:

@@ -21,7 +21,13 @@ from mlxsrv.engine.cache.attention_sinks import SinkCache
 from mlxsrv.engine.cache.layer_cache import BatchLayer, Room
 from mlxsrv.engine.cache.quantized import QuantizedCache
 from mlxsrv.engine.cache.quantized_slots import QuantizedSlots
-from mlxsrv.engine.cache.row_cache import FULL, Layers, RowCache, list_layers
+from mlxsrv.engine.cache.row_cache import (
+    FULL,
+    Layers,
+    RowCache,
+    list_layers,
+    materialize_together,
+)
 from mlxsrv.engine.cache.rows import Rows
 from mlxsrv.engine.cache.slots import RingSlots, Slots
 
@@ -242,3 +248,10 @@ class RowCaches:
         """The KV cache of one row, of views. While they live, MLX does not write in place."""
         slot, tokens = self._slots[number], self._rows.lengths[self._slots[number]]
         return RowCache([kind.view_row(slot, tokens) for kind in self._kinds], tokens, views=True)
+
+    def move_out(self, views: Sequence[RowCache]) -> None:
+        """Give these rows, which are views of `view_row`, arrays of their own, and drop all rows
+        here. No more than one layer is there twice, whatever the rows take."""
+        self.layers, self._merged, self._lone = [], [], []
+        materialize_together(views, lambda: self._kinds.pop(0))
+        self._kinds = []

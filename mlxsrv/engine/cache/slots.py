@@ -17,10 +17,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from itertools import starmap, zip_longest
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
-import numpy as np
 from mlx.utils import tree_map
 from mlx_lm.models.cache import RotatingKVCache
 
@@ -362,9 +361,6 @@ def _refill(
         reach: columns of each slot that may hold something now; those behind `held` are cleared.
         come: slots of rows that join, those without tokens included.
     """
-    if mx.default_device() == mx.cpu:
-        _refill_on_host(array, moves, joining, held, reach, come)
-        return
     # Copies, for a view would hold the array's buffer.
     moved = {
         slot: array[source : source + 1, :, : held[slot]] * 1 for slot, source in moves.items()
@@ -376,35 +372,6 @@ def _refill(
         # A column that is masked counts nothing, unless it is not a number.
         if held[slot] < reach[slot]:
             array[slot : slot + 1, :, held[slot] : reach[slot]] = 0
-
-
-def _refill_on_host(
-    array: mx.array,
-    moves: Mapping[int, int],
-    joining: Mapping[int, _Pieces],
-    held: Sequence[int],
-    reach: Sequence[int],
-    come: Sequence[int],
-) -> None:
-    """The same where MLX computes on the CPU. With copies by MLX the peak of memory was beyond the
-    limit and a step in 3 of 14 runs of `test_more_work_than_fits_is_all_answered`; the reason was
-    not found."""
-    slots = _host(array)
-    for slot, source in moves.items():
-        slots[slot, :, : held[slot]] = slots[source, :, : held[slot]]
-    for slot, pieces in joining.items():
-        for begin, end, piece in pieces:
-            slots[slot, :, begin:end] = _host(piece)[0, :, : end - begin]
-    for slot in (*moves, *come):
-        slots[slot, :, held[slot] : reach[slot]] = 0
-
-
-def _host(array: mx.array) -> Any:
-    """The memory of an array, which changes with it."""
-    if array.dtype == mx.bfloat16:  # which NumPy has not
-        array = array.view(mx.uint16)
-    mx.eval(array)
-    return np.asarray(memoryview(cast(Any, array)))
 
 
 def _put(array: mx.array, rows: Mapping[int, _Pieces]) -> None:

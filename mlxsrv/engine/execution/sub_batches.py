@@ -58,15 +58,24 @@ class SubBatch:
             if row.id in row_ids
         }
 
-    def snapshot(self, keeps: Mapping[int, Keep]) -> list[KeptCache]:
-        """Copy the KV caches of these rows, by id, that are to be cached and can be cut as
-        asked."""
+    def snapshot(self, keeps: Mapping[int, Keep], going: Collection[int]) -> list[KeptCache]:
+        """Copy the KV caches of those rows, by id, that are to be cached and can be cut as asked.
+
+        Args:
+            going: the rows that are dropped next, those of `keeps` included. If these are all, the
+                KV caches are moved out layer by layer, and no row can be used here any more.
+        """
         kept = [
-            keep_cache(self.caches.view_row(number), keeps[row.id])
+            KeptCache(keep.entry, cache)
             for number, row in enumerate(self.rows)
-            if row.id in keeps
+            if (keep := keeps.get(row.id)) is not None
+            and _try_cut(cache := self.caches.view_row(number), keep)
         ]
-        return [each for each in kept if each is not None]
+        if all(row.id in going for row in self.rows):
+            self.caches.move_out([each.cache for each in kept])
+        for each in kept:
+            each.cache.materialize()
+        return kept
 
     def drop_rows(self, row_ids: Collection[int]) -> bool:
         """Drop these rows. Returns whether any is left, which is then to be arranged."""
@@ -129,9 +138,15 @@ def keep_cache(cache: RowCache, keep: Keep) -> KeptCache | None:
     Returns:
         None if it holds other tokens than those to be kept, and cannot be cut back to them.
     """
-    try:
-        cache.cut(keep.tokens)
-    except ValueError:
+    if not _try_cut(cache, keep):
         return None
     cache.materialize()
     return KeptCache(keep.entry, cache)
+
+
+def _try_cut(cache: RowCache, keep: Keep) -> bool:
+    try:
+        cache.cut(keep.tokens)
+    except ValueError:
+        return False
+    return True

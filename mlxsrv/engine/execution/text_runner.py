@@ -221,7 +221,7 @@ class TextRunner:
             rows = decoder.rows
             try:
                 for sub_batch in decoder.sub_batches:
-                    kept += sub_batch.snapshot(keeps)
+                    kept += sub_batch.snapshot(keeps, row_ids)
                 decoder.drop_rows(row_ids)
                 _refresh(row for row in rows if row.id in row_ids)
             except Exception as error:
