@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import mlx.core as mx
 import msgspec
 import pytest
 
 from mlxsrv.engine.outcomes import KeptPrompt
-from mlxsrv.engine.plans import Keep
+from mlxsrv.engine.plans import FreedRow, Keep
 from mlxsrv.generation.parameters import Sampling
 from tests.support.driver import BATCHED, COUNT, GREEDY, SMALL, Driver, prompt
 from tests.support.effort import per_cache
@@ -34,6 +35,26 @@ def test_what_a_row_leaves_is_where_another_begins(models: Any, family: str) -> 
         driver.release(row)
     driver.runner.forget([5], spare=True)
     assert not driver.runner._kept
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_the_last_rows_of_their_arrays_are_not_there_twice(models: Any, rows: int) -> None:
+    """One layer of twelve is, while it is copied; and a step may be under way."""
+    driver = Driver(models("qwen3-46m"))
+    for row in range(rows):
+        driver.admit(row, prompt(row, 500))
+        driver.read(row)
+    driver.run((*range(rows),), rows=[0], count=3)
+    begun = mx.get_active_memory()
+    mx.reset_peak_memory()
+    gone = [FreedRow(row, Keep(row, 500)) for row in range(rows)]
+    kept = driver.runner.release(gone).prompts
+    assert len(kept) == rows
+    assert mx.get_peak_memory() - begun < sum(each.bytes for each in kept) / 2
+    driver.admit(9, (*prompt(0, 500), *prompt(9)))
+    driver.read(9, source=0, begin=500)
+    driver.run((9,), rows=[9])
+    driver.check(9)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_next", "falcon_h1", "llama4"])
