@@ -1,16 +1,8 @@
 """Separates a model's reasoning from its content, by the markers around the reasoning."""
 
-from typing import Final
-
-from mlxsrv.generation.outputs import Channel
+from mlxsrv.text.frames import CONTENT, REASONING, Piece
 from mlxsrv.text.scan import Scanner
 from mlxsrv.text.stage import Stage
-
-Piece = tuple[Channel, str]
-"""Text of one channel."""
-
-CONTENT: Final = "content"
-REASONING: Final = "reasoning"
 
 _NEWLINES = "\r\n"
 _NO_MARKERS = Scanner([])

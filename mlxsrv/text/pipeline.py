@@ -2,10 +2,12 @@
 
 from collections.abc import Iterable, Sequence
 
-from mlxsrv.text.channels import CONTENT, Channels, Piece
+from mlxsrv.text.calls import CallFault
+from mlxsrv.text.channels import Channels
+from mlxsrv.text.frames import CONTENT, Piece
 from mlxsrv.text.stage import Stage
 from mlxsrv.text.stops import StopStrings
-from mlxsrv.text.tools import CallFault, ToolArguments, ToolCalls, ToolOpened
+from mlxsrv.text.tools import ToolArguments, ToolCalls, ToolOpened
 
 OutputPart = Piece | ToolOpened | ToolArguments
 """One part of an answer: text of a channel, or part of a tool call."""

@@ -28,11 +28,12 @@ import re
 import secrets
 import string
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from mlxsrv.generation.outputs import is_object
+from mlxsrv.text.calls import CallFault
 from mlxsrv.text.json_calls import JsonCall, as_object
 from mlxsrv.text.scan import Scanner
 from mlxsrv.text.stage import Stage
@@ -83,15 +84,6 @@ class ToolArguments(msgspec.Struct, frozen=True):
 
 ContentOrCall = str | ToolOpened | ToolArguments
 """Content, or part of a call."""
-
-CallFault = Literal[
-    "cut off by a limit",
-    "never closed",
-    "its arguments are no JSON object",
-    "no call could be read, so it is content",
-    "the request has no tool of this name",
-]
-"""The faults of a call."""
 
 _ALPHANUMERICS = string.ascii_letters + string.digits
 

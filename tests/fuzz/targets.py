@@ -19,8 +19,9 @@ import msgspec
 
 from mlxsrv.errors import InvalidRequest
 from mlxsrv.generation.spec import GenerationSpec
-from mlxsrv.text.channels import Channels, Piece
+from mlxsrv.text.channels import Channels
 from mlxsrv.text.detokenize import DecodingDetokenizer, Detokenizer, TokenBytes, token_bytes
+from mlxsrv.text.frames import Piece
 from mlxsrv.text.pipeline import OutputPart, TextPipeline
 from mlxsrv.text.stops import StopStrings
 from mlxsrv.text.tools import ToolArguments, ToolCalls, ToolDialect, ToolOpened

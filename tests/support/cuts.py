@@ -6,7 +6,7 @@ from typing import TypeVar
 from hypothesis import strategies as st
 
 from mlxsrv.generation.outputs import Channel
-from mlxsrv.text.channels import Piece
+from mlxsrv.text.frames import Piece
 
 S = TypeVar("S", bound=Sequence[object])
 

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxsrv.text.channels import Channels, Piece
+from mlxsrv.text.channels import Channels
+from mlxsrv.text.frames import Piece
 from tests.support.cuts import cut, joined
 
 START, END = "<think>", "</think>"

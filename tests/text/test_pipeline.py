@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxsrv.text.channels import Channels, Piece
+from mlxsrv.text.channels import Channels
 from mlxsrv.text.detokenize import DecodingDetokenizer, Detokenizer, TokenBytes, token_bytes
+from mlxsrv.text.frames import Piece
 from mlxsrv.text.pipeline import OutputPart, TextPipeline
 from mlxsrv.text.stage import Stage
 from mlxsrv.text.stops import StopStrings

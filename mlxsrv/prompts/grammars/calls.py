@@ -14,7 +14,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from mlxsrv.generation.parameters import Mask
-from mlxsrv.text.channels import CONTENT
+from mlxsrv.text.frames import CONTENT
 from mlxsrv.text.pipeline import TextPipeline
 from mlxsrv.text.scan import Scanner
 

@@ -1,0 +1,65 @@
+"""A grammar in llguidance's variant of Lark, written rule by rule."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from mlxsrv.text.marks import Marks
+
+
+class Lark:
+    """The rules of one grammar. Markers that are tokens are named by number: no text matches them.
+
+    Args:
+        marks: those of the model's formats.
+        prepare: turns a JSON schema into the one that llguidance is given, as JSON.
+    """
+
+    def __init__(self, marks: Marks, prepare: Callable[[Mapping[str, Any]], str]) -> None:
+        self._marks = marks
+        self._prepare = prepare
+        self._rules: list[str] = []
+        spelled = sorted(map(re.escape, marks.ids), key=len, reverse=True)
+        self._markers = re.compile("(" + "|".join(spelled or ["(?!)"]) + ")")
+
+    def text(self, text: str) -> str:
+        """Return the body that matches this text, in which markers may be spelled."""
+        parts = [part for part in self._markers.split(text) if part]
+        ids = self._marks.ids
+        return " ".join(f"<[{ids[part]}]>" if part in ids else json.dumps(part) for part in parts)
+
+    def rule(self, body: str) -> str:
+        """Add a rule with this body; return its name."""
+        name = f"r{len(self._rules)}"
+        self._rules.append(f"{name}: {body}")
+        return name
+
+    def choice(self, bodies: Iterable[str]) -> str:
+        """Add a rule for one of the bodies; return its name."""
+        return self.rule(" | ".join(map(self.rule, bodies)))
+
+    def json(self, schema: Mapping[str, Any]) -> str:
+        """Return the body that matches JSON of a schema."""
+        return f"%json {self._prepare(schema)}"
+
+    def until(self, closer: str, pattern: str = "(?s:.*)") -> str:
+        """Return the name of a rule for any text that matches a pattern, and the closer behind it.
+
+        Args:
+            closer: spelled. The text does not have it, if it is a marker that is one token; else
+                the text ends with the first one.
+        """
+        if closer in self._marks.ids:
+            name = f"T{len(self._rules)}"
+            self._rules.append(f"{name}: /{pattern}/")
+            return self.rule(f"{name} {self.text(closer)}")
+        name = f"r{len(self._rules)}"
+        self._rules.append(f"{name}[suffix={json.dumps(closer)}]: /{pattern}/")
+        return name
+
+    def grammar(self, start: str) -> str:
+        """Return the grammar that begins with this body."""
+        return "\n".join([f"start: {start}", *self._rules])
