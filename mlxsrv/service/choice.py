@@ -31,10 +31,11 @@ from mlxsrv.generation.outputs import (
 from mlxsrv.service.lifecycle import FOLLOWS, State
 from mlxsrv.service.scores import Scores, cut_top, rank_prompt
 from mlxsrv.states import follow
-from mlxsrv.text.tools import ToolArguments, ToolOpened
+from mlxsrv.text.reader import ToolArguments, ToolOpened
 
 if TYPE_CHECKING:
-    from mlxsrv.text.pipeline import OutputPart, TextPipeline
+    from mlxsrv.text.pipeline import TextPipeline
+    from mlxsrv.text.reader import OutputPart
 
 # Looked up once: before Python 3.12 a member of an enum costs as much as the rest of a check.
 _QUEUED, _CLOSED = State.QUEUED, State.CLOSED

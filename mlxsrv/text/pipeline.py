@@ -5,12 +5,10 @@ from collections.abc import Iterable, Sequence
 from mlxsrv.text.calls import CallFault
 from mlxsrv.text.channels import Channels
 from mlxsrv.text.frames import CONTENT, Piece
+from mlxsrv.text.reader import OutputPart, ToolArguments, ToolOpened
 from mlxsrv.text.stage import Stage
 from mlxsrv.text.stops import StopStrings
-from mlxsrv.text.tools import ToolArguments, ToolCalls, ToolOpened
-
-OutputPart = Piece | ToolOpened | ToolArguments
-"""One part of an answer: text of a channel, or part of a tool call."""
+from mlxsrv.text.tools import ToolCalls
 
 
 class TextPipeline(Stage[Sequence[int], list[OutputPart]]):

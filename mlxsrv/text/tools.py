@@ -35,6 +35,7 @@ import msgspec
 from mlxsrv.generation.outputs import is_object
 from mlxsrv.text.calls import CallFault
 from mlxsrv.text.json_calls import JsonCall, as_object
+from mlxsrv.text.reader import ToolArguments, ToolOpened
 from mlxsrv.text.scan import Scanner
 from mlxsrv.text.stage import Stage
 
@@ -65,21 +66,6 @@ class ToolDialect(msgspec.Struct, frozen=True):
     parse: Callable[[str], Any]
     json: bool = False
     names: tuple[str, ...] = ()
-
-
-class ToolOpened(msgspec.Struct, frozen=True):
-    """The beginning of the answer's call number `index`, from 0, of the tool `name`."""
-
-    index: int
-    id: str
-    name: str
-
-
-class ToolArguments(msgspec.Struct, frozen=True):
-    """More text of a call's arguments, which together are a JSON object. Never empty."""
-
-    index: int
-    text: str
 
 
 ContentOrCall = str | ToolOpened | ToolArguments

@@ -22,9 +22,10 @@ from mlxsrv.generation.spec import GenerationSpec
 from mlxsrv.text.channels import Channels
 from mlxsrv.text.detokenize import DecodingDetokenizer, Detokenizer, TokenBytes, token_bytes
 from mlxsrv.text.frames import Piece
-from mlxsrv.text.pipeline import OutputPart, TextPipeline
+from mlxsrv.text.pipeline import TextPipeline
+from mlxsrv.text.reader import OutputPart, ToolArguments, ToolOpened
 from mlxsrv.text.stops import StopStrings
-from mlxsrv.text.tools import ToolArguments, ToolCalls, ToolDialect, ToolOpened
+from mlxsrv.text.tools import ToolCalls, ToolDialect
 from mlxsrv.wire import management
 from mlxsrv.wire.anthropic import requests as messages
 from mlxsrv.wire.decoding import RequestDecoder, read_query

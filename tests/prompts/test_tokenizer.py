@@ -18,7 +18,8 @@ from mlxsrv.prompts.chat_template import ChatTemplate
 from mlxsrv.prompts.encoding import Truncation
 from mlxsrv.prompts.messages import Chat
 from mlxsrv.prompts.tokenizer import Tokenizer
-from mlxsrv.text.tools import ToolCalls, ToolOpened
+from mlxsrv.text.reader import ToolOpened
+from mlxsrv.text.tools import ToolCalls
 from tests.support.fixtures import ModelFolder
 from tests.support.growth import assert_linear
 

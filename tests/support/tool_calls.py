@@ -6,7 +6,8 @@ from typing import Any
 
 import msgspec
 
-from mlxsrv.text.tools import ContentOrCall, ToolArguments, ToolCalls, ToolDialect, ToolOpened
+from mlxsrv.text.reader import ToolArguments, ToolOpened
+from mlxsrv.text.tools import ContentOrCall, ToolCalls, ToolDialect
 
 TOOLS = [
     {

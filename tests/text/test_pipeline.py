@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from mlxsrv.text.channels import Channels
 from mlxsrv.text.detokenize import DecodingDetokenizer, Detokenizer, TokenBytes, token_bytes
 from mlxsrv.text.frames import Piece
-from mlxsrv.text.pipeline import OutputPart, TextPipeline
+from mlxsrv.text.pipeline import TextPipeline
+from mlxsrv.text.reader import OutputPart, ToolArguments, ToolOpened
 from mlxsrv.text.stage import Stage
 from mlxsrv.text.stops import StopStrings
-from mlxsrv.text.tools import ToolArguments, ToolCalls, ToolDialect, ToolOpened
+from mlxsrv.text.tools import ToolCalls, ToolDialect
 from tests.support.cuts import cut, joined
 
 START, END = "<think>", "</think>"

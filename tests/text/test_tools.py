@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from mlxsrv.text.tools import ToolArguments, ToolCalls, ToolDialect, ToolOpened
+from mlxsrv.text.reader import ToolArguments, ToolOpened
+from mlxsrv.text.tools import ToolCalls, ToolDialect
 from tests.support.tool_calls import (
     CUT,
     END,

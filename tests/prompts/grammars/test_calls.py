@@ -19,8 +19,8 @@ from mlxsrv.prompts.grammars.calls import CallConstraint
 from mlxsrv.prompts.grammars.grammar import CompiledGrammar
 from mlxsrv.prompts.grammars.specs import each_call
 from mlxsrv.prompts.tokenizer import Tokenizer
-from mlxsrv.text.pipeline import OutputPart
-from mlxsrv.text.tools import ToolArguments, ToolCalls, ToolOpened
+from mlxsrv.text.reader import OutputPart, ToolArguments, ToolOpened
+from mlxsrv.text.tools import ToolCalls
 from tests.support.effort import examples
 from tests.support.fixtures import ModelFolder
 from tests.support.scripted import spell, write_scripted
