@@ -1,255 +1,182 @@
-"""Reads a tool call in JSON while the model writes it."""
+"""Formats of calls that are JSON objects, with the name of the tool among their keys."""
 
 from __future__ import annotations
 
-import re
-from contextlib import suppress
-from typing import Any, Literal, TypeVar
+import json
+from collections.abc import Sequence
 
 import msgspec
 
-_Role = Literal["key", "name", "arguments", "other"]
-_Step = Literal["open", "key", "colon", "value"]
-_T = TypeVar("_T")
+from mlxsrv.text.calls import CallFormat, CallReader, CallRules, Tools, ToolSchema, WrittenCall
+from mlxsrv.text.json_objects import JsonCall
+from mlxsrv.text.json_reader import JsonReader
+from mlxsrv.text.lark import Lark
+from mlxsrv.text.marks import Marks
 
-# Patterns for what to look for next, by state.
-_NO_SPACE = re.compile(r"\S")
-_NO_COMMA = re.compile(r"[^\s,]")
-_IN_STRING = re.compile(r'["\\]')
-_IN_DOUBT = re.compile(r'["\\\x00-\x1f]')
-_IN_BRACKETS = re.compile(r'["{}\[\]]')
-_AFTER_SCALAR = re.compile(r"[\s,}]")
+_SPACE = " \t\r\n"
+# Dropped behind an object. Small models write too many brackets.
+_LEFTOVERS = _SPACE + ",;}"
+
+_ARGUMENTS = "ARGUMENTS"
+_ID = "ID"
 
 
-class JsonCall:
-    """Reads one call: `{"name": ..., "arguments": {...}}`, with keys in any order.
-
-    It accepts more than JSON where the meaning is clear: commas may be missing, other keys may have
-    any value, and "parameters" are arguments. The first of two equal keys counts.
+class JsonLayout(msgspec.Struct, frozen=True):
+    """The way in which a model writes calls as JSON objects.
 
     Attributes:
-        name: the tool's name, once it is complete.
-        settled: the arguments are complete.
-        over: the object has ended, or the text is no object. A text that cannot be a call, for
-            example because its arguments are no object, is over without a name.
+        start: the marker before a block.
+        end: the marker after it; empty if there is none.
+        inner: whitespace between a marker and what it encloses.
+        between: text between two blocks.
+        listed: the calls of an answer are a list in one block; else each is a block.
+        keys: those of an object, in their order: the keys of the name, of the arguments and, if it
+            has one, of the id. A call of `f` is `{"f": {...}}` if there are none.
+        id: a regex for the id.
     """
 
-    def __init__(self) -> None:
-        self._step: _Step = "open"
-        self._role: _Role = "key"  # of the value that is read now or next
-        self._value: _Value | None = None
-        self._held: list[str] = []  # a value that is used once it is complete
-        self._unsent: list[str] = []  # text of the arguments that was not taken
-        self._begun = False  # whether the arguments have begun
-        self.name: str | None = None
-        self.settled = False
-        self.over = False
+    start: str
+    end: str = ""
+    inner: str = ""
+    between: str = "\n"
+    listed: bool = False
+    keys: tuple[str, ...] = ("name", "arguments")
+    id: str = "[0-9]+"
 
     @property
-    def quoted(self) -> bool:
-        """Whether the text so far ends inside a string."""
-        return self._value is not None and self._value.quoted
+    def open(self) -> str:
+        return self.start + self.inner
 
     @property
-    def doubted(self) -> bool:
-        """Whether the text so far ends inside a string with an end marker in it."""
-        return self._value is not None and self._value.doubted
+    def close(self) -> str:
+        return self.inner + self.end if self.end else ""
 
-    def doubt(self) -> None:
-        """Give nothing until the string ends. If its line ends before, the call is over."""
-        if self._value is not None:
-            self._value.doubted = True
+    def spell_one(self, call: WrittenCall, number: int) -> str:
+        """Return one call as the model writes it."""
+        values = {
+            _ARGUMENTS: json.dumps(call.arguments, ensure_ascii=False),
+            _ID: json.dumps(call.id or str(number)),
+        }
+        return "".join(values.get(sign, sign) for sign in self._signs(call.name, " "))
 
-    def parse(self, text: str) -> int:
-        """Read up to the end of the call, or of a string in doubt; return the place in `text`."""
-        at = 0
-        while at < len(text) and not self.over:
-            value = self._value
-            if value is None:
-                at = self._begin(text, at)
-                continue
-            start, doubted = at, value.doubted
-            at = value.advance(text, at)
-            self._keep(text[start:at])
-            if value.complete:
-                self._finish(value)
-            elif value.refuted:
-                self.over = True
-            if doubted and not value.doubted:
-                break
-        return at
+    def rule_body(self, name: str, arguments: str, space: str = "") -> str:
+        """Return the body in Lark of a call.
 
-    def pop_arguments(self) -> str:
-        """Return the text of the arguments since the last call of this method."""
-        if self.doubted:
-            return ""
-        text = "".join(self._unsent)
-        self._unsent.clear()
-        return text
+        Args:
+            arguments: the body of its arguments.
+            space: a rule for whitespace wherever JSON allows it; without one it stands only where
+                the model writes it.
+        """
+        bodies = {_ARGUMENTS: arguments, _ID: rf'"\"" /{self.id}/ "\""'}
+        signs = self._signs(name, "" if space else " ")
+        return f" {space} ".join(bodies.get(sign) or json.dumps(sign) for sign in signs)
 
-    def pop_rest(self) -> str:
-        """Return the rest of the arguments of a call that is over."""
-        if not self._begun:
-            return "{}"
-        if self._held and self._role == "arguments":
-            self._settle()
-        return self.pop_arguments()
-
-    def _begin(self, text: str, at: int) -> int:
-        """Skip whitespace and one sign, or begin a value there; return the place after."""
-        found = (_NO_COMMA if self._step == "key" else _NO_SPACE).search(text, at)
-        if found is None:
-            return len(text)
-        match self._step, found[0]:
-            case "open", "{":
-                self._step = "key"
-            case "key", "}":
-                self.over = True
-            case "colon", ":":
-                self._step = "value"
-            case ("key", '"') | ("value", _):
-                if self._step == "key":
-                    self._role = "key"
-                self._value = _Value(found[0])
-                self._begun = self._begun or self._role == "arguments"
-                return found.start()
-            case _:
-                self.over = True
-                return found.start()
-        return found.end()
-
-    def _keep(self, text: str) -> None:
-        if self._role == "arguments" and self._value is not None and self._value.first == "{":
-            self._unsent.append(text)
-        elif self._role != "other":
-            self._held.append(text)
-
-    def _finish(self, value: _Value) -> None:
-        self._value = None
-        self._step = "key"
-        match self._role:
-            case "key":
-                self._step = "colon"
-                self._role = self._role_of(_decoded(self._release(), str))
-            case "name":
-                name = _decoded(self._release(), str)
-                # Arguments before the name have not been sent, so they can be checked as a whole.
-                sound = not self.settled or _decoded("".join(self._unsent), dict) is not None
-                self.name = name if name and sound else None
-                self.over = self.name is None
-            case "arguments" if value.first == "{":
-                self.settled = True
-            case "arguments":
-                self._settle()
-
-    def _role_of(self, key: str | None) -> _Role:
-        self.over = key is None
-        if key == "name" and self.name is None:
-            return "name"
-        if key in ("arguments", "parameters") and not self._begun:
-            return "arguments"
-        return "other"
-
-    def _settle(self) -> None:
-        """Give the held arguments: the object inside a string, or the text as written."""
-        text = self._release() or "null"
-        with suppress(ValueError, RecursionError):
-            text = as_object(msgspec.json.decode(text))
-        self._unsent.append(text)
-        self.settled = True
-
-    def _release(self) -> str:
-        text = "".join(self._held)
-        self._held.clear()
-        return text
+    def _signs(self, name: str, space: str) -> list[str]:
+        """Return the signs of a call in JSON, with placeholders, and `space` behind some."""
+        quoted = json.dumps(name, ensure_ascii=False)
+        pairs = [(quoted, _ARGUMENTS)]
+        if self.keys:
+            values = {"name": quoted, "tool_name": quoted, "arguments": _ARGUMENTS}
+            values["parameters"] = _ARGUMENTS
+            pairs = [(json.dumps(key), values.get(key, _ID)) for key in self.keys]
+        signs = ["{"]
+        for key, value in pairs:
+            signs += [key, ":" + space, value, "," + space]
+        return [*signs[:-1], "}"]
 
 
-class _Value:
-    """Finds the end of a JSON value that arrives in pieces.
+class JsonCalls(CallFormat):
+    """Calls that are JSON objects: one between a pair of markers, or a list of them.
 
-    It only distinguishes strings from brackets, and does not check that the rest is JSON.
+    All of these are read: one object, several, with or without a list around them. The end marker
+    may be missing.
 
-    Attributes:
-        first: the value's first character.
-        quoted: the text so far ends inside a string.
-        doubted: an end marker was found in this string; the doubt ends with the string.
-        refuted: a string in doubt has a control character, which JSON does not allow: the string
-            was never closed.
-        complete: the value has ended.
+    Args:
+        name: as the operator names it.
+        layout: how the model writes its calls.
+        openers: other ways to open a block, which are read.
     """
 
-    __slots__ = ("_depth", "_escaped", "complete", "doubted", "first", "quoted", "refuted")
+    def __init__(self, name: str, layout: JsonLayout, *, openers: Sequence[str] = ()) -> None:
+        ends = [layout.end] if layout.end else []
+        self.name = name
+        self.marks = (layout.start, *openers, *ends)
+        self.openers = (layout.start, *openers)
+        self.dropped = tuple(ends)
+        self._layout = layout
 
-    def __init__(self, first: str) -> None:
-        self.first = first
-        self._depth = 0
-        self._escaped = False
-        self.quoted = False
-        self.doubted = False
-        self.refuted = False
-        self.complete = False
+    def reader(self, opener: str, tools: Tools, marks: Marks) -> CallReader:
+        return _ObjectsReader(self._layout, marks)
 
-    def advance(self, text: str, at: int) -> int:
-        """Read on from `at`; return the place after the value, or after a string in doubt."""
-        if self.first not in '"{[':
-            end = _AFTER_SCALAR.search(text, at)
-            self.complete = end is not None
-            return end.start() if end else len(text)
-        while at < len(text) and not self.complete:
-            if self._escaped:
-                self._escaped = False
-                at += 1
-                continue
-            found = self._signs().search(text, at)
-            if found is None:
-                return len(text)
-            if self.quoted and found[0] not in '"\\':
-                self.refuted = True
-                return found.start()
-            at = found.end()
-            doubted = self.doubted
-            self._cross(found[0])
-            if doubted and not self.doubted:
-                break
-        return at
+    def spell(self, calls: Sequence[WrittenCall]) -> str:
+        layout = self._layout
+        blocks = [layout.spell_one(call, number) for number, call in enumerate(calls)]
+        if layout.listed:
+            blocks = [f"[{', '.join(blocks)}]"]
+        return layout.between.join(layout.open + block + layout.close for block in blocks)
 
-    def _signs(self) -> re.Pattern[str]:
-        if not self.quoted:
-            return _IN_BRACKETS
-        return _IN_DOUBT if self.doubted else _IN_STRING
-
-    def _cross(self, sign: str) -> None:
-        if sign == "\\":
-            self._escaped = True
-        elif sign == '"':
-            self.quoted = not self.quoted
-            self.doubted = False
+    def rules(self, tools: Sequence[tuple[str, ToolSchema]], lark: Lark) -> CallRules:
+        layout = self._layout
+        schemas = [(name, lark.json({**schema, "type": "object"})) for name, schema in tools]
+        call = lark.choice(layout.rule_body(name, schema) for name, schema in schemas)
+        opened, closed = lark.text(layout.open), lark.text(layout.close)
+        if layout.listed:
+            one = lark.rule(f'{opened} "[" {call} "]" {closed}')
+            many = lark.rule(f'{opened} "[" {call} (", " {call})* "]" {closed}')
         else:
-            self._depth += 1 if sign in "{[" else -1
-        self.complete = not self.quoted and self._depth == 0
+            one = lark.rule(f"{opened} {call} {closed}")
+            many = lark.rule(f"{one} ({json.dumps(layout.between)} {one})*")
+        return CallRules(one, many, dict.fromkeys(self.openers, self._behind(schemas, lark)))
+
+    def _behind(self, schemas: Sequence[tuple[str, str]], lark: Lark) -> str:
+        """Add a rule for objects and lists of them, with whitespace wherever JSON allows it."""
+        space = lark.rule(r"/[ \t\r\n]{1,2}/?")
+        call = lark.choice(self._layout.rule_body(name, schema, space) for name, schema in schemas)
+        body = lark.rule(f'"[" {space} {call} {space} ("," {space} {call} {space})* "]"')
+        if not self._layout.listed:
+            body = lark.choice([call, body])
+        return lark.rule(f"{space} {body} {space} {lark.text(self._layout.end)}")
 
 
-def as_object(arguments: Any) -> str:
-    """Return arguments, or a text of them, as a JSON object.
+class _ObjectsReader(JsonReader):
+    """Reads objects between markers."""
 
-    Numbers that JSON lacks, such as infinity, become null.
+    def __init__(self, layout: JsonLayout, marks: Marks) -> None:
+        super().__init__([layout.end] if layout.end else [], marks)
+        self._end_marker = marks.show(layout.end)
+        self._single = not layout.keys
+        self._listed = False  # inside a list
 
-    Raises:
-        ValueError: they are no object.
-    """
-    if arguments is None:
-        return "{}"
-    if isinstance(arguments, str):
-        text = arguments.strip() or "{}"
-        msgspec.json.decode(text, type=dict)
-        return text
-    if not isinstance(arguments, dict):
-        raise ValueError("arguments that are no object")
-    return msgspec.json.encode(arguments).decode()
+    def _between(self) -> bool:
+        self._text = text = self._text.lstrip(_LEFTOVERS if self.closed else _SPACE)
+        end = self._end_marker
+        if not text:
+            return False
+        if end and text.startswith(end):
+            self._take(len(end))
+            self.over = self.closed > 0
+            self.refused = not self.over
+        elif end.startswith(text):
+            return False
+        elif text[0] == "{":
+            self._call = JsonCall(single=self._single)
+        elif text[0] == "[" and not self._listed and not self.closed:
+            self._listed = True
+            self._take(1)
+        elif text[0] == "]" and self.closed:
+            self.over = not end and self._listed
+            self._listed = False
+            self._take(1)
+        else:
+            self.over = self.closed > 0 and not self._listed
+            self.refused = not self.over
+        return True
+
+    def _end_between(self) -> None:
+        self._text = ""
+        self.refused = self.closed == 0
 
 
-def _decoded(text: str, kind: type[_T]) -> _T | None:
-    try:
-        return msgspec.json.decode(text, type=kind)
-    except (ValueError, RecursionError):
-        return None
+HERMES = JsonCalls("hermes", JsonLayout("<tool_call>", "</tool_call>", inner="\n"))
+EXAONE4 = JsonCalls("exaone4", JsonLayout("<tool_call>", "</tool_call>", between=""))
+ERNIE45 = JsonCalls("ernie45", JsonLayout("<tool_call>", "</tool_call>", inner="\n"))

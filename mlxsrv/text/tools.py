@@ -34,7 +34,7 @@ import msgspec
 
 from mlxsrv.generation.outputs import is_object
 from mlxsrv.text.calls import CallFault
-from mlxsrv.text.json_calls import JsonCall, as_object
+from mlxsrv.text.json_objects import JsonCall, as_object
 from mlxsrv.text.reader import ToolArguments, ToolOpened
 from mlxsrv.text.scan import Scanner
 from mlxsrv.text.stage import Stage
