@@ -79,10 +79,18 @@ class ChatTemplate:
         template = self._wrapper.chat_template if self.exists else None
         return template if isinstance(template, str) else None
 
+    @property
+    def texts(self) -> Sequence[str]:
+        """The texts of all templates, first that for chats with tools; none if it is code."""
+        template = self._wrapper.chat_template if self.exists else None
+        if isinstance(template, dict):
+            named = {name: str(text) for name, text in template.items()}
+            return [named.pop(name) for name in ("tool_use", "default") if name in named]
+        return [template] if isinstance(template, str) else []
+
     def has_variable(self, name: str) -> bool:
         """Whether a variable of this name may stand in the template."""
-        template = self._wrapper.chat_template
-        return isinstance(template, str) and name in template
+        return any(name in text for text in self.texts)
 
     def reserved(self, names: Iterable[str]) -> list[str]:
         """Return those of `names` that are parameters of rendering, not variables of a template.

@@ -32,6 +32,7 @@ CALLS: Mapping[str, CallFormat] = {each.name: each for each in (HERMES,)}
 """The formats of calls by name."""
 
 
-def formats_of(calls: str | None, thoughts: str) -> Formats:
-    """Return the formats of these names."""
-    return Formats(THOUGHTS[thoughts], None if calls is None else CALLS.get(calls))
+def formats_of(names: tuple[str, str]) -> Formats:
+    """Return the formats of these names: of calls, and of thoughts."""
+    calls, thoughts = names
+    return Formats(THOUGHTS.get(thoughts, THOUGHTS["none"]), CALLS.get(calls))
