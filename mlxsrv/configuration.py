@@ -126,11 +126,17 @@ def option_parser(
             continue
         parser.add_argument(
             option.flag,
+            *option.also,
             dest=option.name,
             action="append" if option.repeatable else "store",
             metavar=option.metavar or option.name.rsplit("_", 1)[-1].upper(),
             help=text,
         )
+    parser.add_argument(
+        "--enable-auto-tool-choice",
+        action="store_true",
+        help="Changes nothing: vLLM needs it to call tools.",
+    )
     return parser
 
 
@@ -143,6 +149,7 @@ def options_table() -> str:
     rows = ["| option | variable | default | what |", "|---|---|---|---|"]
     for option in options():
         default = f"`{option.shown_default}`" if option.shown_default else ""
-        text = (_choices(option) + option.help).replace("|", "\\|")
+        also = f" Also: {', '.join(f'`{flag}`' for flag in option.also)}." if option.also else ""
+        text = (_choices(option) + option.help + also).replace("|", "\\|")
         rows.append(f"| `{option.flag}` | `{option.variable}` | {default} | {text} |")
     return "\n".join(rows)

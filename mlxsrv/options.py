@@ -40,6 +40,8 @@ class Option(msgspec.Struct, frozen=True):
     secret: bool
     guards: bool
     """Whether it protects the server: if it is given but empty, that is an error."""
+    also: tuple[str, ...]
+    """Names of the flag in other servers."""
 
     @property
     def flag(self) -> str:
@@ -97,8 +99,8 @@ def options_of(settings: type[msgspec.Struct]) -> tuple[Option, ...]:
 
     Args:
         settings: each of its fields is `Annotated` with one `Meta`, whose `extra` may have a
-            `metavar`, and the flags `bytes` (a size, which may have a unit), `secret` (never
-            shown) and `guards`.
+            `metavar`, other names of the flag in `also`, and the flags `bytes` (a size, which may
+            have a unit), `secret` (never shown) and `guards`.
     """
     hints = get_type_hints(settings, include_extras=True)
     return tuple(_option(field, hints[field.name]) for field in msgspec.structs.fields(settings))
@@ -117,6 +119,7 @@ def _option(field: msgspec.structs.FieldInfo, annotation: Any) -> Option:
         bytes=extra.get("bytes", False),
         secret=extra.get("secret", False),
         guards=extra.get("guards", False),
+        also=extra.get("also", ()),
     )
 
 

@@ -300,6 +300,25 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             "with tool_choice auto (extra structured; models that call tools in JSON)."
         ),
     ] = False
+    tool_format: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Format in which MODEL (the default model if none is named) calls tools, "
+            "as it is called here, in vLLM or in SGLang; none: what it writes is content. "
+            "Otherwise its files decide. Repeatable.",
+            extra={"metavar": "[MODEL=]FORMAT", "also": ("--tool-call-parser",)},
+        ),
+    ] = ()
+    thinking_format: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="The same for the format in which MODEL thinks.",
+            extra={
+                "metavar": "[MODEL=]FORMAT",
+                "also": ("--reasoning-format", "--reasoning-parser"),
+            },
+        ),
+    ] = ()
     queue_timeout: Annotated[
         float,
         Meta(

@@ -218,7 +218,7 @@ def test_named_commands_are_there(page: Path) -> None:
 
 @each_page
 def test_named_flags_are_options(page: Path) -> None:
-    flags = {option.flag for option in options()}
+    flags = {flag for option in options() for flag in (option.flag, *option.also)}
     flags |= {option.flag.replace("--", "--no-", 1) for option in options() if option.switch}
     for span in spans(page):
         if named := re.match(r"--[a-z-]+", span):

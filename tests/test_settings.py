@@ -45,6 +45,14 @@ def test_a_repeated_flag_and_a_variable_with_commas_give_all_models() -> None:
     assert load_settings([], {"MLXSRV_MODEL": "a,b=c"}).model == ("a", "b=c")
 
 
+def test_a_flag_may_have_the_name_that_other_servers_give_it() -> None:
+    flags = ["--tool-call-parser", "qwen3_xml", "--tool-format", "b=glm"]
+    more = ["--reasoning-parser", "qwen3", "--reasoning-format=none", "--enable-auto-tool-choice"]
+    settings = load_settings([*flags, *more], {})
+    assert settings.tool_format == ("qwen3_xml", "b=glm")
+    assert settings.thinking_format == ("qwen3", "none")
+
+
 @pytest.mark.parametrize(
     ("argv", "environ", "named"),
     [

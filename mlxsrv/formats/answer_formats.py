@@ -26,6 +26,16 @@ class FormatNames(NamedTuple):
     thoughts: str = NONE
 
 
+class FormatWords(NamedTuple):
+    """The operator's words for the formats of one model; None leaves it to the model's files."""
+
+    calls: str | None = None
+    thoughts: str | None = None
+
+
+_NO_WORDS = FormatWords()
+
+
 class Evidence(msgspec.Struct, frozen=True):
     """All that shows the formats of a model.
 
@@ -171,21 +181,15 @@ _CALLS_BY_FAMILY = {
 _PHI = _Sign("phi4", ["<|tool_call|>"])
 
 
-def detect(
-    evidence: Evidence, *, calls: str | None = None, thoughts: str | None = None
-) -> FormatNames:
+def detect(evidence: Evidence, words: FormatWords = _NO_WORDS) -> FormatNames:
     """Return the names of a model's formats.
 
-    Args:
-        calls: the operator's word for the format of calls, if there is one.
-        thoughts: the operator's word for that of thoughts.
-
     Raises:
-        UnknownFormat: a word of the operator's is no name.
+        UnknownFormat: a word is no name.
     """
     return FormatNames(
-        calls=_choose("calls", calls, _calls(evidence)),
-        thoughts=_choose("thoughts", thoughts, _thoughts(evidence)),
+        calls=_choose("calls", words.calls, _calls(evidence)),
+        thoughts=_choose("thoughts", words.thoughts, _thoughts(evidence)),
     )
 
 
@@ -195,9 +199,7 @@ def _choose(kind: FormatKind, word: str | None, found: Iterable[str]) -> str:
     Raises:
         UnknownFormat: the word is no name.
     """
-    if word is None or word == "auto":
-        return next(iter(found), NONE)
-    allowed = find_names(word, kind)
+    allowed = find_names(word or "auto", kind)
     return next((name for name in found if name in allowed), allowed[0])
 
 

@@ -77,11 +77,12 @@ class UnknownFormat(ValueError):
 
 def names(kind: FormatKind) -> Sequence[str]:
     """Return the names of all formats of a kind."""
-    return (*_LISTS[kind], NONE)
+    return (NONE, *_LISTS[kind])
 
 
 def find_names(word: str, kind: FormatKind) -> Sequence[str]:
-    """Return the formats that have this name; what others call it may be one of several.
+    """Return the formats that have this name; what others call it may be one of several, and "auto"
+    stands for all.
 
     Raises:
         UnknownFormat: there is none.
@@ -89,6 +90,8 @@ def find_names(word: str, kind: FormatKind) -> Sequence[str]:
     asked = word.strip().lower().translate(str.maketrans("-.", "__"))
     if asked in names(kind):
         return [asked]
+    if asked == "auto":
+        return names(kind)
     found = [name for name, others in _LISTS[kind].items() if asked in others.split()]
     if not found:
         known = ", ".join(names(kind))

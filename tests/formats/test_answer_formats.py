@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mlxsrv.formats.answer_formats import Evidence, detect
+from mlxsrv.formats.answer_formats import Evidence, FormatWords, detect
 from mlxsrv.formats.format_names import UnknownFormat, find_names, names
 
 XTML = {"<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"}
@@ -111,9 +111,9 @@ def test_a_parser_that_the_files_name_is_believed_if_its_marks_are_there() -> No
 
 def test_the_operators_word_decides() -> None:
     glm = Evidence({"<arg_key>", "<think>", "</think>"})
-    assert detect(glm, calls="hermes", thoughts="none") == ("hermes", "none")
-    assert detect(glm, calls="none") == ("none", "think")
-    assert detect(glm, calls="auto", thoughts="auto") == ("glm", "think")
+    assert detect(glm, FormatWords("hermes", "none")) == ("hermes", "none")
+    assert detect(glm, FormatWords("none")) == ("none", "think")
+    assert detect(glm, FormatWords("auto", "auto")) == ("glm", "think")
 
 
 def test_a_name_that_stands_for_several_is_the_one_that_is_found() -> None:
@@ -122,7 +122,7 @@ def test_a_name_that_stands_for_several_is_the_one_that_is_found() -> None:
         ("[TOOL_CALLS]{{ f }}[ARGS]", "mistral_args"),
         ("", "mistral_args"),
     ):
-        assert detect(Evidence((), [template]), calls="mistral").calls == wanted
+        assert detect(Evidence((), [template]), FormatWords("mistral")).calls == wanted
 
 
 # As vLLM 0.33 and SGLang 0.5 have them, but for those of formats that nobody else's models have.

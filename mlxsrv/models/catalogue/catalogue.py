@@ -23,7 +23,9 @@ import msgspec
 
 from mlxsrv.errors import ModelNotFound, ModelNotLoaded
 from mlxsrv.formats.adapters import adapter_bytes
+from mlxsrv.formats.answer_formats import FormatWords
 from mlxsrv.formats.files import UnusableFile, signature
+from mlxsrv.formats.format_names import FormatKind, UnknownFormat, find_names
 from mlxsrv.formats.model_folder import ModelDescription, describe_model
 from mlxsrv.logs import log, on_terminal
 from mlxsrv.models.catalogue import hub_cache
@@ -124,7 +126,10 @@ class Catalogue:
         self._index = _make_index(self._named, ())
         self.default = next(iter(self._index.entries))
         self._aliases = [_split_alias(text) for text in settings.model_alias]
-        wanted = [*settings.preload, *settings.pin, *(target for target, _ in self.drafts)]
+        self._calls = self._split_formats("tool_format", "calls")
+        self._thoughts = self._split_formats("thinking_format", "thoughts")
+        wanted = [*self._calls, *self._thoughts]
+        wanted += [*settings.preload, *settings.pin, *(target for target, _ in self.drafts)]
         wanted += (self.name(target) for _, target in self._aliases)
         if any(name not in self._index.names for name in wanted):
             self.scan()
@@ -157,6 +162,27 @@ class Catalogue:
     def _drafts_of(self, entry: ModelEntry) -> list[ModelSource | None]:
         names = (entry.name, *entry.aliases)
         return [source for name, source in self.drafts if name in names]
+
+    def format_words(self, entry: ModelEntry) -> FormatWords:
+        """The formats of this entry, as `--tool-format` and `--thinking-format` give them."""
+        names = (entry.name, *entry.aliases)
+        calls, thoughts = (
+            next((words[name] for name in names if name in words), None)
+            for words in (self._calls, self._thoughts)
+        )
+        return FormatWords(calls, thoughts)
+
+    def _split_formats(self, option: str, kind: FormatKind) -> dict[str, str]:
+        """Read each `[MODEL=]FORMAT` of an option; return formats by the names of models."""
+        words: dict[str, str] = {}
+        for text in getattr(self._settings, option):
+            name, _, word = text.rpartition("=")
+            try:
+                find_names(word, kind)
+            except UnknownFormat as error:
+                raise SettingsError(f"{option}: {error}") from None
+            words.setdefault(name or self.default, word)
+        return words
 
     def name(self, name: str | None) -> str:
         """The entry's name if this is a known name or alias; else the name as it is. Clients of

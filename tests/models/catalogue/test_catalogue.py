@@ -165,11 +165,32 @@ def test_an_alias_for_an_unknown_model_is_a_wrong_setting() -> None:
         catalogue(model_alias=["claude-*=demo", "x=claude-b"])
 
 
-@pytest.mark.parametrize("option", ["pin", "preload", "draft_model"])
-def test_an_option_that_names_no_model_is_a_wrong_setting(option: str, plain: Path) -> None:
-    value = [f"nobody={plain}"] if option == "draft_model" else ["nobody"]
-    with pytest.raises(SettingsError, match="'nobody' is not served here"):
-        catalogue(**{option: value})
+def test_an_option_that_names_no_model_is_a_wrong_setting(plain: Path) -> None:
+    for option, value in {
+        "pin": "nobody",
+        "preload": "nobody",
+        "draft_model": f"nobody={plain}",
+        "tool_format": "nobody=hermes",
+        "thinking_format": "nobody=think",
+    }.items():
+        with pytest.raises(SettingsError, match="'nobody' is not served here"):
+            catalogue(**{option: [value]})
+
+
+def test_a_format_belongs_to_the_model_it_is_named_for() -> None:
+    models = catalogue(
+        "a=org/a", "b=org/b", tool_format=["hermes", "b=glm"], thinking_format=["b=none"]
+    )
+    words = {entry.name: models.format_words(entry) for entry in models}
+    assert words == {"a": ("hermes", None), "b": ("glm", "none"), "demo": (None, None)}
+
+
+def test_a_format_that_is_none_is_a_wrong_setting() -> None:
+    for option in ("tool_format", "thinking_format"):
+        with pytest.raises(
+            SettingsError, match=f"^{option}: .*'demo-xml'; there are: none, apertus"
+        ):
+            catalogue(**{option: ["demo=demo-xml"]})
 
 
 def test_a_draft_model_belongs_to_the_model_it_is_named_for(plain: Path) -> None:
