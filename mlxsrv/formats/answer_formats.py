@@ -226,3 +226,54 @@ def _thoughts(evidence: Evidence) -> Iterator[str]:
 
 def _first(signs: Iterable[_Sign], evidence: Evidence, template: str) -> Iterator[str]:
     return (sign.format for sign in signs if sign.found(evidence.vocabulary, template))
+
+
+_CHATML = ("<|im_end|>",)
+_GLM = ("<|observation|>", "<|user|>", "<|endoftext|>")
+_DEEPSEEK = ("<｜end▁of▁sentence｜>",)
+_MINIMAX = ("[e~[",)
+_ENDS: Mapping[str, Sequence[str]] = {
+    "apertus": ("<|assistant_end|>",),
+    "command": ("<|END_OF_TURN_TOKEN|>",),
+    "deepseek_v3": _DEEPSEEK,
+    "deepseek_v31": _DEEPSEEK,
+    "deepseek_v32": _DEEPSEEK,
+    "deepseek_v4": _DEEPSEEK,
+    "deepseek_v41": _DEEPSEEK,
+    "exaone4": ("[|endofturn|]",),
+    # The original's template writes this behind a call that has no result.
+    "functiongemma": ("<start_function_response>", "<end_of_turn>"),
+    "gemma4": ("<|tool_response>", "<turn|>"),
+    "gigachat": ("<|message_sep|>",),
+    "glm": (*_GLM, "<|role_end|>"),
+    "granite": ("<|end_of_text|>",),
+    "harmony": ("<|return|>", "<|call|>"),
+    "hermes": _CHATML,
+    "jamba": ("<|eom|>",),
+    "kimi_k2": _CHATML,
+    "kimi_k3": ("<|end_of_msg|>",),
+    "lfm2": _CHATML,
+    "llama4_pythonic": ("<|eot|>", "<|eom|>"),
+    "llama_json": ("<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>"),
+    "longcat": ("</longcat_s>",),
+    "minicpm5": _CHATML,
+    "minimax_m2": _MINIMAX,
+    "minimax_m3": _MINIMAX,
+    "mistral_args": ("</s>",),
+    "mistral_list": ("</s>",),
+    "muse": ("<|eot|>",),  # behind <|eom|> the turn goes on
+    "nemotron_v2": ("<SPECIAL_12>",),
+    "olmo3": _CHATML,
+    "phi4": ("<|end|>",),
+    "qwen_xml": _CHATML,
+    "seed_oss": ("<seed:eos>",),
+}
+"""Tokens that end a turn, by formats of calls and of thoughts. Published models often forget to
+list theirs, and then write on into a result that they invent."""
+
+
+def find_ends(evidence: Evidence) -> list[str]:
+    """Return the tokens that end a turn in the formats that the files show."""
+    found = {next(_calls(evidence), NONE), next(_thoughts(evidence), NONE)}
+    ends = (end for name in sorted(found) for end in _ENDS.get(name, ()))
+    return [end for end in dict.fromkeys(ends) if end in evidence.vocabulary]

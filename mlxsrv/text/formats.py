@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from mlxsrv.text.calls import CallFormat
 from mlxsrv.text.frames import FrameFormat, MarkedThoughts, NoThoughts
-from mlxsrv.text.json_calls import HERMES
+from mlxsrv.text.json_calls import ERNIE45, EXAONE4, HERMES
 
 
 class Formats(msgspec.Struct, frozen=True):
@@ -23,12 +23,21 @@ class Formats(msgspec.Struct, frozen=True):
     calls: CallFormat | None = None
 
 
-THOUGHTS: Mapping[str, FrameFormat] = {
-    each.name: each for each in (NoThoughts(), MarkedThoughts("think", "<think>", "</think>"))
-}
+_FRAMES: Sequence[FrameFormat] = (
+    NoThoughts(),
+    MarkedThoughts("think", "<think>", "</think>"),
+    MarkedThoughts("longcat", "<longcat_think>", "</longcat_think>"),
+    MarkedThoughts("minimax_m3", "<mm:think>", "</mm:think>"),
+    MarkedThoughts("mistral", "[THINK]", "[/THINK]"),
+    MarkedThoughts("seed_oss", "<seed:think>", "</seed:think>"),
+    MarkedThoughts("think_colon", "<|think:start|>", "<|think:end|>"),
+)
+_CALLS: Sequence[CallFormat] = (HERMES, EXAONE4, ERNIE45)
+
+THOUGHTS: Mapping[str, FrameFormat] = {each.name: each for each in _FRAMES}
 """The formats of thoughts by name."""
 
-CALLS: Mapping[str, CallFormat] = {each.name: each for each in (HERMES,)}
+CALLS: Mapping[str, CallFormat] = {each.name: each for each in _CALLS}
 """The formats of calls by name."""
 
 

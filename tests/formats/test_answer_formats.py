@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mlxsrv.formats.answer_formats import Evidence, FormatWords, detect
+from mlxsrv.formats.answer_formats import Evidence, FormatWords, detect, find_ends
 from mlxsrv.formats.format_names import UnknownFormat, find_names, names
 
 XTML = {"<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"}
@@ -104,6 +104,18 @@ def test_a_parser_that_the_files_name_is_believed_if_its_marks_are_there() -> No
     assert detect(Evidence({"]<]minimax[>["}, ["<tool_call>"], settings)).calls == "minimax_m3"
     settings = {"tool_parser_type": "qwen3_coder"}
     assert detect(Evidence({"<tool_call>"}, [], settings)).calls == "qwen_xml"
+
+
+def test_tokens_end_a_turn_where_the_family_has_them() -> None:
+    harmony = {"<|channel|>", "<|message|>", "<|call|>", "<|return|>", "<|end|>", "<|im_end|>"}
+    assert find_ends(Evidence(harmony)) == ["<|return|>", "<|call|>"]
+    gemma = {"<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>"}
+    assert find_ends(Evidence({*gemma, "<turn|>", "<|tool_response>"})) == [
+        "<|tool_response>",
+        "<turn|>",
+    ]
+    assert find_ends(Evidence({*gemma, "<turn|>"})) == ["<turn|>"], "those of the vocabulary"
+    assert find_ends(Evidence({"<|user|>", "<|im_end|>"})) == []
 
 
 # The operator's word.
