@@ -18,9 +18,11 @@ from typing import Any, TypeAlias
 from mlx_lm.utils import load_tokenizer
 
 from benchmarks.report import describe_machine, format_machine, format_table, write_json
-from mlxsrv.text.channels import Channels
 from mlxsrv.text.detokenize import Detokenizer, TokenBytes, token_bytes
+from mlxsrv.text.frames import MarkedThoughts
+from mlxsrv.text.marks import Marks
 from mlxsrv.text.pipeline import TextPipeline
+from mlxsrv.text.reader import AnswerReader
 from mlxsrv.text.stops import StopStrings
 from tests.support.tiny import MARKER_TOKENS, SPECIAL_TOKENS, write_model
 
@@ -53,7 +55,7 @@ def _pipe(
     def read(ids: Sequence[int]) -> None:
         pipeline = TextPipeline(
             Detokenizer(table),
-            None if thinking is None else Channels("<think>", "</think>", thinking=thinking),
+            None if thinking is None else _reader(thinking),
             None if stops is None else StopStrings(stops),
         )
         for token_id in ids:
@@ -62,6 +64,12 @@ def _pipe(
         assert not pipeline.stopped
 
     return read
+
+
+def _reader(thinking: bool) -> AnswerReader:
+    marks = Marks((), {})
+    frame = MarkedThoughts("think", "<think>", "</think>").frame(marks, thinking=thinking)
+    return AnswerReader(frame, marks, thinking=thinking)
 
 
 def _detokenize(wrapper: Any, ids: Sequence[int]) -> None:

@@ -88,6 +88,15 @@ class ChatTemplate:
             return [named.pop(name) for name in ("tool_use", "default") if name in named]
         return [template] if isinstance(template, str) else []
 
+    @property
+    def sources(self) -> list[str]:
+        """The texts of all templates; of several the one for tools comes first."""
+        template = self._wrapper.chat_template if self.exists else None
+        if isinstance(template, dict):
+            names = sorted(template, key=lambda name: (name != "tool_use", name != "default"))
+            return [template[name] for name in names]
+        return [template] if isinstance(template, str) else []
+
     def has_variable(self, name: str) -> bool:
         """Whether a variable of this name may stand in the template."""
         return any(name in text for text in self.texts)

@@ -20,7 +20,7 @@ from mlxsrv.generation.spec import (
     ToolSpec,
 )
 from mlxsrv.prompts.grammars.specs import GrammarSpec, each_call, tool_grammar
-from mlxsrv.text.tools import ToolDialect
+from mlxsrv.text.reader import OfferedCalls
 
 # Every grammar of llama.cpp has this, and no Lark grammar can.
 _GBNF = re.compile(r"^[ \t]*root[ \t]*::=", re.MULTILINE)
@@ -43,7 +43,7 @@ class ConstraintSpec(msgspec.Struct, frozen=True):
 def chat_constraint(
     spec: GenerationSpec,
     asked: ChatPrompt,
-    dialect: ToolDialect | None,
+    calls: OfferedCalls | None,
     *,
     enforces: bool = False,
 ) -> ConstraintSpec | None:
@@ -53,19 +53,19 @@ def chat_constraint(
     `response_format` binds an answer that calls none.
 
     Args:
-        dialect: how the model calls the request's tools; None without tools.
+        calls: those of the request's tools; None without tools.
         enforces: each call that the model may make is held to its tool's schema.
 
     Raises:
         UnsupportedParameter: a call cannot be enforced in the model's dialect.
     """
     if asked.tool_choice.mode == "required":
-        return _calls(asked, dialect, spec.path("tool_choice"))
+        return _calls(asked, calls, spec.path("tool_choice"))
     form = spec.form
-    if form is None and dialect is not None and enforces:
-        grammar = each_call(_callable(asked), dialect.start, str(dialect.end))
+    if form is None and calls is not None and enforces:
+        grammar = each_call(_callable(asked), *_markers(calls))
         return ConstraintSpec(grammar, spec.path("tools"), calls_only=True)
-    if form is None or dialect is None:
+    if form is None or calls is None:
         return _answer(form)
     if not isinstance(form, JSONForm):
         raise UnsupportedParameter(
@@ -73,7 +73,7 @@ def chat_constraint(
             'set tool_choice to "none"',
             param=form.param,
         )
-    return _calls(asked, dialect, form.param, otherwise=form)
+    return _calls(asked, calls, form.param, otherwise=form)
 
 
 def text_constraint(spec: GenerationSpec) -> ConstraintSpec | None:
@@ -104,11 +104,11 @@ def _answer(form: Form | None) -> ConstraintSpec | None:
 
 def _calls(
     asked: ChatPrompt,
-    dialect: ToolDialect | None,
+    calls: OfferedCalls | None,
     param: str,
     otherwise: JSONForm | None = None,
 ) -> ConstraintSpec:
-    if dialect is None or not dialect.json or not dialect.end:
+    if calls is None or calls.format.name != "hermes":
         raise UnsupportedParameter(
             f"{param}: this model does not call tools in JSON, so what it calls cannot be enforced",
             param=param,
@@ -116,13 +116,16 @@ def _calls(
     many = len(asked.tool_choice.only) != 1 and asked.parallel
     spec = tool_grammar(
         _callable(asked),
-        dialect.start,
-        dialect.end,
+        *_markers(calls),
         many=many,
         otherwise=None if otherwise is None else otherwise.schema,
         compact=otherwise is not None and otherwise.compact,
     )
     return ConstraintSpec(spec, param)
+
+
+def _markers(calls: OfferedCalls) -> tuple[str, str]:
+    return calls.format.openers[0], calls.format.dropped[0]
 
 
 def _callable(asked: ChatPrompt) -> list[tuple[str, Mapping[str, Any]]]:

@@ -22,7 +22,8 @@ from mlxsrv.generation.spec import (
 from mlxsrv.prompts.constraints import ConstraintSpec, chat_constraint, text_constraint
 from mlxsrv.prompts.encoding import TokenBudget
 from mlxsrv.prompts.messages import Chat, Messages, plain_message, plain_tool
-from mlxsrv.text.tools import ToolCalls, ToolDialect
+from mlxsrv.text.calls import Tools
+from mlxsrv.text.reader import OfferedCalls
 
 if TYPE_CHECKING:
     from mlxsrv.prompts.tokenizer import Prompt, Tokenizer
@@ -37,8 +38,7 @@ class PromptPlan(msgspec.Struct, frozen=True):
 
     Attributes:
         paths: where in the request each prompt is.
-        dialect: how the model calls the tools that it was given.
-        parallel: whether it may call more than one tool.
+        calls: those that the answers may make.
         constraint: the grammar that the answers must follow.
         bans: tokens that the answers may not have.
         ignored: paths of fields that the model's template does not take.
@@ -46,17 +46,10 @@ class PromptPlan(msgspec.Struct, frozen=True):
 
     prompts: list[Prompt]
     paths: Sequence[str]
-    dialect: ToolDialect | None = None
-    parallel: bool = True
+    calls: OfferedCalls | None = None
     constraint: ConstraintSpec | None = None
     bans: Bans | None = None
     ignored: Sequence[str] = ()
-
-    def tool_calls(self) -> ToolCalls | None:
-        """Return a new stage that reads the calls of one answer."""
-        if self.dialect is None:
-            return None
-        return ToolCalls(self.dialect, parallel=self.parallel, bound=self.bound)
 
     @property
     def bound(self) -> bool:
@@ -90,12 +83,12 @@ def plan(spec: GenerationSpec, tokenizer: Tokenizer) -> PromptPlan:
 
 def _plan_chat(spec: GenerationSpec, asked: ChatPrompt, tokenizer: Tokenizer) -> PromptPlan:
     """Plan the prompt of a chat, which the model's template writes."""
-    chat, dialect, ignored = _make_chat(spec, asked, tokenizer)
+    chat, calls, ignored = _make_chat(spec, asked, tokenizer)
     budget = tokenizer.budget(chat.path)
     prompt = tokenizer.render(chat, budget, _last_tokens(spec, tokenizer))
     _require_tokens(prompt, chat.path if asked.template is None else chat.template_path)
     enforces = tokenizer.enforces_calls
-    constraint = _prepared(chat_constraint(spec, asked, dialect, enforces=enforces), tokenizer)
+    constraint = _prepared(chat_constraint(spec, asked, calls, enforces=enforces), tokenizer)
     forms = [tool.input_form for tool in asked.tools if tool.input_form is not None]
     if any(constraint is None or isinstance(form, GrammarForm) for form in forms):
         reason = (
@@ -106,8 +99,7 @@ def _plan_chat(spec: GenerationSpec, asked: ChatPrompt, tokenizer: Tokenizer) ->
     return PromptPlan(
         [prompt],
         [chat.path],
-        dialect=dialect,
-        parallel=asked.parallel,
+        calls=calls,
         constraint=constraint,
         bans=_bans(spec, tokenizer),
         ignored=ignored,
@@ -129,12 +121,12 @@ def count_chat(
 
 def _make_chat(
     spec: GenerationSpec, asked: ChatPrompt, tokenizer: Tokenizer
-) -> tuple[Chat, ToolDialect | None, list[str]]:
-    """Return what the template writes, how the model calls the tools in it, and the paths of fields
-    that the template does not take."""
+) -> tuple[Chat, OfferedCalls | None, list[str]]:
+    """Return what the template writes, the calls that may be made, and the paths of fields that the
+    template does not take."""
     tools = [plain_tool(tool) for tool in _offered(asked, tokenizer)]
-    dialect = tokenizer.dialect(tools) if tools else None
-    if tools and (dialect is None or not _has_variable("tools", asked, tokenizer)):
+    calls = _offered_calls(asked, tokenizer) if tools else None
+    if tools and (calls is None or not _has_variable("tools", asked, tokenizer)):
         path = spec.path("tools")
         raise UnsupportedParameter(
             f"{path}: this model's chat template has no tools, or calls them in a way that is not "
@@ -154,7 +146,15 @@ def _make_chat(
         path=spec.path("messages"),
         template_path=spec.path("chat_template"),
     )
-    return chat, dialect, ignored
+    return chat, calls, ignored
+
+
+def _offered_calls(asked: ChatPrompt, tokenizer: Tokenizer) -> OfferedCalls | None:
+    """Return the calls of the request's tools; None if it is not known how the model writes any."""
+    if tokenizer.formats.calls is None:
+        return None
+    schemas = {tool.name: tool.parameters or {} for tool in _offered(asked, tokenizer)}
+    return OfferedCalls(tokenizer.formats.calls, Tools(schemas), asked.parallel)
 
 
 def _offered(asked: ChatPrompt, tokenizer: Tokenizer) -> Sequence[ToolSpec]:

@@ -7,7 +7,7 @@ most answers.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Mapping
 
 from mlx_lm.tokenizer_utils import (
     BPEStreamingDetokenizer,
@@ -23,29 +23,6 @@ from mlxsrv.text.detokenize import (
     token_bytes,
 )
 
-# Tokens between the markers of a call in some families' dialects, often special ones.
-_INSIDE_CALLS = (
-    '<|"|>',  # Gemma 4
-    "<escape>",  # FunctionGemma
-    "<|tool_call_begin|>",  # Kimi K2
-    "<|tool_call_argument_begin|>",
-    "<|tool_call_end|>",
-    "<|open|>",  # Kimi K3
-    "<|close|>",
-    "<|sep|>",
-    "[TOOL_CALLS]",  # Mistral
-    "[CALL_ID]",
-    "[ARGS]",
-    "<arg_key>",  # GLM
-    "</arg_key>",
-    "<arg_value>",
-    "</arg_value>",
-    "<longcat_arg_key>",  # LongCat
-    "</longcat_arg_key>",
-    "<longcat_arg_value>",
-    "</longcat_arg_value>",
-)
-
 
 class TokenTexts:
     """Makes the detokenizers of one model. May be used from several threads.
@@ -55,6 +32,8 @@ class TokenTexts:
         end_tokens: tokens that end any answer.
         turn_ends: tokens that end an answer in a chat.
         byte_level: the vocabulary spells bytes, whatever its files say of its decoder.
+        thoughts: the tokens that mark thoughts, and how each is shown to the reader of answers.
+        calls: those that mark calls.
 
     Attributes:
         strips_first_space: a text that begins an answer in a chat loses its first space.
@@ -67,15 +46,15 @@ class TokenTexts:
         end_tokens: frozenset[int],
         turn_ends: frozenset[int],
         byte_level: bool = False,
+        thoughts: Mapping[int, str],
+        calls: Mapping[int, str],
     ) -> None:
-        self._wrapper = wrapper
         self._end_tokens = end_tokens
         self._turn_ends = turn_ends
-        added = wrapper.added_tokens_decoder
-        think, call = [*self._think_markers()], [*self._call_markers()]
-        self._markers = frozenset(token for token in think + call if token in added)
-        self._shown_in_chats = self._special(think)
-        self._shown_in_calls = self._shown_in_chats | self._special([*call, *self._inside_calls()])
+        # An end token is no text, also if a request has it ignored.
+        self._shown_in_chats = {id: sign for id, sign in thoughts.items() if id not in turn_ends}
+        called = {id: sign for id, sign in calls.items() if id not in turn_ends}
+        self._shown_in_calls = {**self._shown_in_chats, **called}
         detokenizer = wrapper.detokenizer
         self.strips_first_space = False
         scheme: Scheme | None = None
@@ -91,20 +70,16 @@ class TokenTexts:
             return
         table = token_bytes(wrapper, scheme)
         hidden = {token: "" for token in turn_ends if token < len(table.data)}
-        # An end token is no text either if a request has it ignored.
         self._table = table.showing({t: "" for t in hidden if t in end_tokens})
-        markers = {token: added[token].content for token in self._markers}
         # Markers of calls are no text where no tools were given; neither are those of thoughts in
         # a text completion.
-        self._text_table = self._table.showing(dict.fromkeys(markers, ""))
-        self._chat_table = self._text_table.showing(
-            hidden | {token: text for token, text in markers.items() if token in think}
-        )
-        self._call_table = self._table.showing(hidden | markers | self._shown_in_calls)
+        self._text_table = self._table.showing(dict.fromkeys(self._shown_in_calls, ""))
+        self._chat_table = self._text_table.showing(hidden | self._shown_in_chats)
+        self._call_table = self._chat_table.showing(self._shown_in_calls)
 
     def token_bytes(self, token: int) -> bytes:
         """Return what a token writes; nothing for special tokens and ids beyond the vocabulary."""
-        if token in self._markers:
+        if token in self._shown_in_calls:
             return b""
         if self._table is None:
             return DecodingDetokenizer(self._decoder, keep={}).feed(token).encode()
@@ -124,23 +99,3 @@ class TokenTexts:
         table = self._call_table if calls else self._chat_table if chat else self._text_table
         # In a completion the space belongs between the prompt and what follows it.
         return Detokenizer(table, strip_first_space=chat and self.strips_first_space)
-
-    def _think_markers(self) -> Iterator[int]:
-        if self._wrapper.has_thinking:
-            yield from self._wrapper.think_start_tokens
-            yield from self._wrapper.think_end_tokens
-
-    def _call_markers(self) -> Iterator[int]:
-        if self._wrapper.has_tool_calling:
-            yield from self._wrapper.tool_call_start_tokens or ()
-            yield from self._wrapper.tool_call_end_tokens or ()
-
-    def _inside_calls(self) -> Iterator[int]:
-        if self._wrapper.has_tool_calling:
-            vocabulary = self._wrapper.get_vocab()
-            yield from (vocabulary[name] for name in _INSIDE_CALLS if name in vocabulary)
-
-    def _special(self, tokens: Iterable[int]) -> dict[int, str]:
-        """Return the texts of those `tokens` that are special, so that a table can show them."""
-        added = self._wrapper.added_tokens_decoder
-        return {id: added[id].content for id in tokens if id in added and added[id].special}

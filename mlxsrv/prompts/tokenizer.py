@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.tool_parsers import json_tools
 from mlx_lm.utils import load_tokenizer
 
+from mlxsrv.formats.answer_formats import Evidence, FormatWords, detect, find_ends
 from mlxsrv.formats.capabilities import OF_TOKENIZERS
 from mlxsrv.formats.infill import find_family
 from mlxsrv.generation.parameters import Constraint, Grammar
@@ -30,10 +30,11 @@ from mlxsrv.prompts.model_defaults import (
 )
 from mlxsrv.prompts.token_texts import TokenTexts
 from mlxsrv.prompts.tokenizer_steps import mend_decoder
-from mlxsrv.text.channels import Channels
+from mlxsrv.text.formats import Formats, formats_of
+from mlxsrv.text.marks import Marks
 from mlxsrv.text.pipeline import TextPipeline
+from mlxsrv.text.reader import AnswerReader, OfferedCalls
 from mlxsrv.text.stops import StopStrings
-from mlxsrv.text.tools import ToolCalls, ToolDialect
 
 _log = logging.getLogger("mlxsrv.models")
 
@@ -65,6 +66,7 @@ class Tokenizer:
     Args:
         folder: the model's files.
         trust_remote_code: run Python code that comes with them.
+        words: the operator's, for its formats of thoughts and calls.
         check: called before each text, and each piece of a long one, that becomes tokens. It raises
             to end the work.
 
@@ -72,7 +74,8 @@ class Tokenizer:
         end_tokens: those that the tokenizer and the config files name, as for mlx-lm.
         capabilities: those of `OF_TOKENIZERS` that it has.
         grammars: compiles grammars for answers.
-        calls: compiles grammars for the calls in answers.
+        formats: those of its thoughts and calls.
+        marks: the markers of these.
         turn_ends: tokens that end an answer in a chat: `end_tokens`, and the one that the chat
             template ends turns with.
         vocabulary: the width of the model's logits.
@@ -91,6 +94,7 @@ class Tokenizer:
         folder: Path,
         *,
         trust_remote_code: bool = False,
+        words: FormatWords | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         config = read_config(folder / "config.json")
@@ -103,17 +107,32 @@ class Tokenizer:
         self._encoder = TextEncoder(self._wrapper._tokenizer, check)
         self.chat_template = ChatTemplate(self._wrapper)
         self.end_tokens = find_end_tokens(self._wrapper.eos_token_ids, config, generation)
-        self.turn_ends = self.end_tokens | self.chat_template.turn_ends()
+        vocabulary = self.ids_by_name
+        evidence = Evidence(
+            vocabulary=vocabulary,
+            templates=self.chat_template.sources,
+            settings=read_config(folder / "tokenizer_config.json"),
+            config=config,
+        )
+        ends = (vocabulary[name] for name in find_ends(evidence))
+        self.turn_ends = self.end_tokens.union(self.chat_template.turn_ends(), ends)
+        self.formats: Formats = formats_of(detect(evidence, words or FormatWords()))
+        calls, thoughts = self.formats.calls, self.formats.thoughts
+        called = () if calls is None else calls.marks
+        self.marks = Marks([*thoughts.marks, *called], vocabulary)
+        shown = self.marks.tokens
+        framed = {token: shown[token] for token in self.think_markers}
         self._texts = TokenTexts(
             self._wrapper,
             end_tokens=self.end_tokens,
             turn_ends=self.turn_ends,
             byte_level=mended,
+            thoughts=framed,
+            calls={token: sign for token, sign in shown.items() if token not in framed},
         )
         self._checkpoints = CheckpointFinder(self.chat_template, self._encoder, self.turn_ends)
         self.defaults = sampling_defaults(generation)
         self.vocabulary = vocabulary_size(config) or len(self._wrapper)
-        self.thinks: bool = self._wrapper.has_thinking
         self.capabilities = self._find_capabilities()
         self.marks_checkpoints = True
         self.context: int | None = None
@@ -126,8 +145,8 @@ class Tokenizer:
     def _find_capabilities(self) -> tuple[str, ...]:
         template = self.chat_template
         found = {
-            "tools": self._wrapper.has_tool_calling and template.has_variable("tools"),
-            "thinking": self.thinks and template.exists,
+            "tools": self.formats.calls is not None and template.has_variable("tools"),
+            "thinking": self.formats.thoughts.thinks and template.exists,
             "insert": find_family(self.ids_by_name) is not None,
         }
         return tuple(name for name in OF_TOKENIZERS if found[name])
@@ -174,27 +193,6 @@ class Tokenizer:
             content = self.content_pipeline(thinking=grammar.thinking)
             return CallConstraint(compiled, content, self.think_markers)
         return compiled.constraint(self.think_end if grammar.thinking else None)
-
-    @property
-    def calls_in_json(self) -> bool | None:
-        """Whether the model calls tools in JSON; None if it calls none."""
-        if not self._wrapper.has_tool_calling:
-            return None
-        return self._wrapper.tool_parser is json_tools.parse_tool_call
-
-    def dialect(self, tools: Sequence[Mapping[str, Any]]) -> ToolDialect | None:
-        """Return how the model calls these tools, or None if that is not known."""
-        if not self._wrapper.has_tool_calling:
-            return None
-        parse, given = self._wrapper.tool_parser, list(tools)
-        return ToolDialect(
-            start=self._wrapper.tool_call_start,
-            end=self._wrapper.tool_call_end,
-            # By position: the parsers do not agree on the name.
-            parse=lambda text: parse(text, given),
-            json=bool(self.calls_in_json),
-            names=tuple(tool["function"]["name"] for tool in given),
-        )
 
     def budget(self, param: str) -> TokenBudget | None:
         """Return the token budget of the text at `param`, or None if the context has no limit."""
@@ -299,7 +297,7 @@ class Tokenizer:
         checkpoints: tuple[int, ...] = ()
         if self.marks_checkpoints and chat.template is None and last is None:
             checkpoints = self._checkpoints.mark(chat, text, tokens)
-        thinking = self.thinks and text.rstrip().endswith(self._wrapper.think_start)
+        thinking = self.formats.thoughts.leaves_open(text)
         return self._keep_last(Prompt(tokens, text, thinking, checkpoints), last)
 
     def _encode(
@@ -346,7 +344,7 @@ class Tokenizer:
         chat: bool,
         thinking: bool,
         bound: bool = False,
-        tools: ToolCalls | None = None,
+        calls: OfferedCalls | None = None,
         min_tokens: int = 0,
     ) -> TextPipeline:
         """Return the stages from token ids to text for one answer.
@@ -356,31 +354,30 @@ class Tokenizer:
         Args:
             thinking: the prompt leaves a think block open.
             bound: the answer follows a grammar.
+            calls: those that the answer may make.
         """
-        channels = self._channels(thinking=thinking, bound=bound) if chat else None
+        reader = None
+        if chat:
+            frame = self.formats.thoughts.frame(self.marks, thinking=thinking)
+            reader = AnswerReader(frame, self.marks, calls, thinking=thinking, bound=bound)
         return TextPipeline(
-            self._texts.detokenizer(chat=chat, calls=tools is not None),
-            channels,
+            self._texts.detokenizer(chat=chat, calls=calls is not None),
+            reader,
             StopStrings(stops) if stops else None,
-            tools,
             min_tokens=min_tokens,
         )
 
     def content_pipeline(self, *, thinking: bool) -> TextPipeline:
         """Return the stages that tell an answer's content, with its calls, from its thoughts."""
         detokenizer = self._texts.detokenizer(chat=True, calls=True)
-        return TextPipeline(detokenizer, self._channels(thinking=thinking))
-
-    def _channels(self, *, thinking: bool, bound: bool = False) -> Channels:
-        start, end = self._wrapper.think_start, self._wrapper.think_end
-        return Channels(start, end, thinking=thinking, bound=bound)
+        frame = self.formats.thoughts.frame(self.marks, thinking=thinking)
+        return TextPipeline(detokenizer, AnswerReader(frame, self.marks, thinking=thinking))
 
     @property
     def think_markers(self) -> frozenset[int]:
         """Tokens that are a whole marker of thoughts."""
-        wrapper = self._wrapper
-        markers = [wrapper.think_start_tokens, wrapper.think_end_tokens] if self.thinks else []
-        return frozenset(tokens[0] for tokens in markers if tokens and len(tokens) == 1)
+        ids = self.marks.ids
+        return frozenset(ids[name] for name in self.formats.thoughts.marks if name in ids)
 
 
 def _require_vocabulary(tokenizer: TokenizerWrapper) -> None:

@@ -52,7 +52,7 @@ class ChoiceFactory:
             chat=self.spec.is_chat,
             thinking=prompt.thinking,
             bound=self.plan.bound,
-            tools=self.plan.tool_calls(),
+            calls=self.plan.calls,
             min_tokens=spec.min_tokens,
         )
         return Choice(

@@ -178,7 +178,7 @@ class Reply:
         self._not_taken = planned.ignored
         steering = await self._resources.steering.resolve(self.spec.steering, self.identity.model)
         self._prompt_tokens = sum(len(prompt.tokens) for prompt in planned.prompts)
-        self._thinks = tokenizer.thinks
+        self._thinks = tokenizer.formats.thoughts.thinks
         self._compiled = await self._compile(tokenizer, planned)
         factory = ChoiceFactory(
             self._resources,

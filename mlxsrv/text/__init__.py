@@ -1,6 +1,6 @@
-"""Token ids to text, in stages that know nothing of each other.
+"""Token ids to text, and text to thoughts, content and tool calls, in the formats of the families.
 
-`detokenize` turns ids into text, `channels` separates reasoning from content, `tools` reads tool
-calls, and `stops` ends the content at a stop string. `pipeline` runs them in that order. All are a
-`Stage`.
+`detokenize` turns ids into text, `reader` parts it by a frame (`frames`) and a format of calls
+(`calls`), and `stops` ends content at a stop string. `pipeline` runs them in that order. All are
+a `Stage`. `formats` is the table of all formats.
 """

@@ -48,3 +48,7 @@ class Marks:
     def spell(self, text: str) -> str:
         """Return a shown text with all markers spelled."""
         return text.translate(self._names)
+
+
+SPELLED = Marks((), {})
+"""No marker is a token: all are spelled."""

@@ -37,7 +37,7 @@ from mlxsrv.text.calls import (
     Tools,
 )
 from mlxsrv.text.frames import CONTENT, Frame, Piece
-from mlxsrv.text.marks import Marks
+from mlxsrv.text.marks import SPELLED, Marks
 from mlxsrv.text.scan import Scanner
 from mlxsrv.text.stage import Stage
 
@@ -131,6 +131,7 @@ class AnswerReader(Stage[str, list[OutputPart]]):
         self._held = ""  # may be the beginning of a marker
         self._space: list[str] = []  # whitespace of content that is dropped if a call follows
         self._after = False  # a call went before, so whitespace is dropped
+        self._spared = False  # an opener was text, so is the end marker that belongs to it
         self._line = True  # the thought so far ends at the beginning of a line
         self._reader: CallReader | None = None  # of the block that is read
         self._opener = ""  # of that block, as it is shown
@@ -185,7 +186,8 @@ class AnswerReader(Stage[str, list[OutputPart]]):
         parts: list[OutputPart] = []
         while self._reader is not None and not self.done:
             self._read(self._end_block(self._reader, cut, parts), parts)
-        ending = self._after and any(each.startswith(self._held) for each in self._dropped)
+        ends = (*self._dropped, *map(self._marks.spell, self._dropped))
+        ending = self._after and any(each.startswith(self._held) for each in ends)
         held, self._held = self._held, ""
         if self.done:
             return parts
@@ -217,7 +219,7 @@ class AnswerReader(Stage[str, list[OutputPart]]):
         if not self._begun and self._leads(text[:start]):
             return self._begin_leading(text)
         self._place(text[:start], parts)
-        if self._begun and self._bound and not self._settled:
+        if self._bound and self._begun and self.calls == 0 and not self._settled:
             self._settled = True
             self._find_markers()
             return text[start:]
@@ -265,11 +267,14 @@ class AnswerReader(Stage[str, list[OutputPart]]):
         """Make the scanner for the markers that are looked for now."""
         self._framed = self._frame.markers
         patterns = {*self._framed, *self._openers, *self._dropped, *self._stray}
+        # Outside of calls a marker may also be spelled by several tokens.
+        patterns |= set(map(self._marks.spell, patterns))
         if self._settled:
             patterns = set()
         elif self._tokens_only:
             # A grammar's text may spell a marker of thoughts; one that is a token opens a thought.
-            patterns -= {each for each in self._framed if each not in self._stray}
+            thoughts = {*self._framed, *map(self._marks.spell, self._framed)}
+            patterns -= thoughts - self._stray
         self._markers = Scanner(sorted(patterns))
 
     def _leads(self, text: str) -> bool:
@@ -285,17 +290,19 @@ class AnswerReader(Stage[str, list[OutputPart]]):
 
     def _cross(self, marker: str, parts: list[OutputPart]) -> None:
         """Go on behind a marker."""
+        found, marker = marker, self._marks.show(marker)
         if marker in self._openers and (
-            not self._frame.reasoning or marker in self._stray or self._line
+            not self._frame.reasoning or found in self._stray or self._line
         ):
-            self._begin_block(marker, self._openers[marker])
+            self._begin_block(found, self._openers[marker])
         elif marker in self._framed:
             for piece in self._frame.cross(marker):
                 self._put(piece, parts)
             self._line = True
             if self._frame.header is not None and self._offered is not None:
                 self._begin_block(marker, self._frame.header)
-        elif marker not in self._dropped or self._frame.reasoning:
+        elif marker not in self._dropped or self._frame.reasoning or self._spared:
+            self._spared = False
             self._place(self._marks.spell(marker), parts)
 
     def _place(self, text: str, parts: list[OutputPart]) -> None:
@@ -329,7 +336,10 @@ class AnswerReader(Stage[str, list[OutputPart]]):
     def _begin_block(self, marker: str, opener: str) -> None:
         assert self._offered is not None
         self._opener = marker
-        self._reader = self._offered.format.reader(opener, self._offered.tools, self._marks)
+        self._spared = False
+        # What is between spelled markers has no others.
+        marks = self._marks if self._marks.show(marker) == marker else SPELLED
+        self._reader = self._offered.format.reader(opener, self._offered.tools, marks)
         self._trial = [] if self._frame.reasoning else None
         self._tried.clear()
 
@@ -348,6 +358,7 @@ class AnswerReader(Stage[str, list[OutputPart]]):
             self.faults.append("no call could be read, so it is content")
         self._reader = self._trial = None
         self._after = self._after or reader.closed > 0
+        self._spared = bool(opener)
         self._place(self._marks.spell(opener), parts)
         if len(text) <= _READ_AGAIN:
             return text

@@ -258,7 +258,7 @@ def test_marks_of_thoughts_are_enough_whichever_file_lists_them(folder: Path) ->
     both = [{"content": "<think>", "special": False}, {"content": "</think>", "special": False}]
     change(folder / "tokenizer_config.json", chat_template=PLAIN)
     assert describe_model(folder).capabilities == ("completion", "chat", "thinking")
-    assert Tokenizer(folder).thinks
+    assert Tokenizer(folder).formats.thoughts.thinks
     for added, listed, found in (
         ([], {}, ()),
         (both[:1], {}, ()),

@@ -51,7 +51,7 @@ def _tools() -> list[bytes]:
     """A call of each family's, alone and among words, ended by the model and cut off."""
     seeds = []
     for number, name in enumerate(DIALECTS):
-        for written in (FAMILIES[name], SECTIONS.get(name, f"hi {FAMILIES[name]}\n bye")):
+        for written in (FAMILIES[name], SECTIONS[name], f"hi {FAMILIES[name]}\n bye"):
             for flags in (b"\0\1\0", b"\1\0\1"):
                 seeds.append(_text(bytes([number]), flags, _SIZES, written))
     doubted = '<tool_call>{"name": "f", "arguments": {"x": "a</tool_call> b\n"}}</tool_call>'

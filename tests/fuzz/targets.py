@@ -19,13 +19,12 @@ import msgspec
 
 from mlxsrv.errors import InvalidRequest
 from mlxsrv.generation.spec import GenerationSpec
-from mlxsrv.text.channels import Channels
 from mlxsrv.text.detokenize import DecodingDetokenizer, Detokenizer, TokenBytes, token_bytes
 from mlxsrv.text.frames import Piece
+from mlxsrv.text.json_calls import HERMES
 from mlxsrv.text.pipeline import TextPipeline
 from mlxsrv.text.reader import OutputPart, ToolArguments, ToolOpened
 from mlxsrv.text.stops import StopStrings
-from mlxsrv.text.tools import ToolCalls, ToolDialect
 from mlxsrv.wire import management
 from mlxsrv.wire.anthropic import requests as messages
 from mlxsrv.wire.decoding import RequestDecoder, read_query
@@ -36,7 +35,8 @@ from mlxsrv.wire.sse import DONE, KEEPALIVE, PLACEHOLDER, frame, text_frames
 from tests.fuzz import file_targets
 from tests.fuzz.grammars import check_grammars
 from tests.fuzz.source import LONGEST, Source, cut
-from tests.support.tool_calls import family, merge
+from tests.support.answers import caller, merge, pieces, thoughts
+from tests.support.tool_calls import FORMATS, TOOLS
 
 # Requests.
 
@@ -210,15 +210,14 @@ def check_channels(data: bytes) -> None:
     thinking, bound, end = source.flag(), source.flag(), source.flag()
     sizes = source.sizes()
     start, stop, text = ([*source.texts(), "", ""])[:3]
-    markers = (start or None, stop or None)
+    markers = (start, stop) if start and stop else (None, None)
 
     def run(feeds: Iterable[str]) -> list[Piece]:
-        stage = Channels(*markers, thinking=thinking, bound=bound)
-        pieces = [piece for feed in feeds for piece in stage.feed(feed)]
-        pieces += stage.flush(cut=end)
+        stage = thoughts(*markers, thinking=thinking, bound=bound)
+        parts = [part for feed in feeds for part in stage.feed(feed)] + stage.flush(cut=end)
         assert stage.flush(cut=end) == []
-        assert all(said for _, said in pieces)
-        return pieces
+        assert all(said for _, said in pieces(parts))
+        return pieces(parts)
 
     whole = run([text])
     assert _joined(run(cut(text, sizes))) == _joined(run(text)) == _joined(whole)
@@ -250,29 +249,23 @@ def _unmarked(text: str, markers: list[str]) -> str:
 
 # Tools.
 
-# In an order of its own: an input that was kept means the same dialect for ever.
-DIALECTS = (
-    *("json_tools", "mistral", "pythonic", "qwen3_coder", "glm47", "gemma4", "function_gemma"),
-    *("kimi_k2", "kimi_k3", "laguna", "longcat", "minicpm5", "minimax_m2", "muse_spark"),
-)
-_DIALECTS = tuple(map(family, DIALECTS))
+DIALECTS = tuple(FORMATS)
+_DIALECTS = tuple(FORMATS.values())
 Heard = tuple[list[str | tuple[str, str]], int, list[int], str, list[str]]
 
 
 def check_tools(data: bytes) -> None:
     """However a text is cut, the content and the calls are the same. The arguments of a call that
-    is not broken are a JSON object; a call in JSON that is one comes out as it was written. A call
-    for a parser that is broken was cut off: it is the last, and its arguments are none or a part of
-    the text. What is left out of it, the fragment, is the end of the text."""
+    is not broken are a JSON object; a call in JSON that is one comes out as it was written. What is
+    left out of a broken call, the fragment, is the end of the text."""
     source = Source(data)
     dialect = _DIALECTS[source.number(len(_DIALECTS))]
     end, parallel, bound = source.flag(), source.flag(), source.flag()
     sizes, text = source.sizes(), source.texts()[0]
 
     def run(feeds: Iterable[str]) -> Heard:
-        stage = ToolCalls(dialect, parallel=parallel, bound=bound)
+        stage = caller(dialect, TOOLS, parallel=parallel, bound=bound)
         parts = [part for feed in feeds for part in stage.feed(feed)] + stage.flush(cut=end)
-        assert not stage.opened
         assert stage.flush(cut=end) == []
         faults: list[str] = [*stage.faults]
         return merge(parts), stage.calls, stage.broken, stage.fragment, faults
@@ -290,18 +283,14 @@ def check_tools(data: bytes) -> None:
     for number, (_, arguments) in enumerate(calls):
         if number not in broken:
             assert isinstance(msgspec.json.decode(arguments), dict)
-    if broken and not dialect.json:  # it was cut off, so it is the last
-        assert end
-        assert whole[0][-1] == calls[-1]
-        assert calls[-1][1] in fragment
-    if dialect.json and (written := _written_call(text, dialect)) is not None:
+    if dialect is HERMES and (written := _written_call(text)) is not None:
         [name_and_arguments] = calls
         assert name_and_arguments == written
 
 
-def _written_call(text: str, dialect: ToolDialect) -> tuple[str, str] | None:
+def _written_call(text: str) -> tuple[str, str] | None:
     """The call that a text is, if it is one as it should be and nothing else."""
-    start, end = dialect.start, str(dialect.end)
+    start, end = "<tool_call>", "</tool_call>"
     if not (text.startswith(start) and text.endswith(end)):
         return None
     body = text[len(start) : len(text) - len(end)]
@@ -331,29 +320,21 @@ _LIMIT = 1.0  # seconds of this thread's own work; what grows with the square ta
 
 def check_growth(data: bytes) -> None:
     """Whatever is said over and over, 100 kB of it pass all stages within a second: a long answer
-    must not stop the others. What mlx-lm's parsers take is theirs: nothing is parsed."""
+    must not stop the others."""
     source = Source(data)
     dialect = _DIALECTS[source.number(len(_DIALECTS))]
-    dialect = msgspec.structs.replace(dialect, parse=_refuse)
     end, size = source.flag(), (32, 256, 2000, _SIZE)[source.number(4)]
     before, again, after = ([*source.texts(), "", ""])[:3]
     text = before + (again or "a") * (_SIZE // max(1, len(again))) + after
     started = time.thread_time()
-    channels = Channels("<think>", "</think>", thinking=False)
-    tools = ToolCalls(dialect)
+    reader = caller(dialect, TOOLS, markers=("<think>", "</think>"))
     stops = StopStrings(["\n\n\n\n\n\n\n\n", "</answer>"])
-    pieces = [piece for feed in cut(text, [size]) for piece in channels.feed(feed)]
-    pieces += channels.flush(cut=end)
-    parts = [p for channel, said in pieces if channel == "content" for p in tools.feed(said)]
-    parts += tools.flush(cut=end)
+    parts = [part for feed in cut(text, [size]) for part in reader.feed(feed)]
+    parts += reader.flush(cut=end)
     for part in parts:
-        if isinstance(part, str):
-            stops.feed(part)
+        if isinstance(part, tuple):
+            stops.feed(part[1])
     assert time.thread_time() - started < _LIMIT
-
-
-def _refuse(_: str) -> None:
-    raise ValueError
 
 
 def check_pipeline(data: bytes) -> None:
@@ -370,9 +351,10 @@ def check_pipeline(data: bytes) -> None:
         ids, table = tokenized(payload, tokens)
         pipeline = TextPipeline(
             Detokenizer(table),
-            Channels("<think>", "</think>", thinking=thinking),
+            thoughts("<think>", "</think>", thinking=thinking)
+            if dialect is None
+            else caller(dialect, TOOLS, parallel=parallel, markers=("<think>", "</think>")),
             StopStrings(stops),
-            None if dialect is None else ToolCalls(dialect, parallel=parallel),
         )
         parts = [part for feed in cut(ids, sizes) for part in pipeline.feed(feed)]
         parts += pipeline.flush(cut=end)

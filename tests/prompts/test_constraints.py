@@ -10,20 +10,21 @@ import pytest
 from mlxsrv.errors import UnsupportedParameter
 from mlxsrv.generation.spec import ChatPrompt
 from mlxsrv.prompts.constraints import ConstraintSpec, chat_constraint, text_constraint
-from mlxsrv.text.tools import ToolDialect
+from mlxsrv.text.calls import Tools
+from mlxsrv.text.json_calls import HERMES
+from mlxsrv.text.reader import OfferedCalls
 from mlxsrv.wire.openai.requests import CHAT_REQUESTS, COMPLETION_REQUESTS
 
-JSON = ToolDialect("<tool_call>", "</tool_call>", parse=msgspec.json.decode, json=True)
-OTHER = ToolDialect("<call>", "</call>", parse=msgspec.json.decode)
+JSON = OfferedCalls(HERMES, Tools({}))
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 
-def chat(dialect: ToolDialect | None = None, **fields: Any) -> ConstraintSpec | None:
+def chat(calls: OfferedCalls | None = None, **fields: Any) -> ConstraintSpec | None:
     body = {"messages": [{"role": "user", "content": "x"}], **fields}
     request, _ = CHAT_REQUESTS.decode(msgspec.json.encode(body))
     spec = request.spec()
     assert isinstance(spec.prompt, ChatPrompt)
-    return chat_constraint(spec, spec.prompt, dialect)
+    return chat_constraint(spec, spec.prompt, calls)
 
 
 def text(**fields: Any) -> ConstraintSpec | None:
@@ -114,10 +115,9 @@ def test_a_forced_call_is_one_of_the_tools_or_the_one_that_is_named() -> None:
     assert '"f"' not in named.spec.text
 
 
-@pytest.mark.parametrize("dialect", [OTHER, None])
-def test_a_call_in_another_dialect_cannot_be_forced(dialect: ToolDialect | None) -> None:
+def test_a_call_of_an_unknown_format_cannot_be_forced() -> None:
     with pytest.raises(UnsupportedParameter) as error:
-        chat(dialect, tools=[tool("f")], tool_choice="required")
+        chat(None, tools=[tool("f")], tool_choice="required")
     assert error.value.param == "tool_choice"
 
 
@@ -125,9 +125,6 @@ def test_a_format_beside_tools_leaves_room_for_calls() -> None:
     guide = chat(JSON, tools=[tool("f")], response_format=schema_format(SCHEMA))
     assert guide is not None
     assert (guide.spec.kind, guide.param) == ("tool", "response_format")
-    with pytest.raises(UnsupportedParameter) as error:
-        chat(OTHER, tools=[tool("f")], response_format=schema_format(SCHEMA))
-    assert error.value.param == "response_format"
     with pytest.raises(UnsupportedParameter) as error:
         chat(JSON, tools=[tool("f")], guided_regex="a")
     assert error.value.param == "guided_regex"

@@ -18,8 +18,9 @@ from mlxsrv.prompts.chat_template import ChatTemplate
 from mlxsrv.prompts.encoding import Truncation
 from mlxsrv.prompts.messages import Chat
 from mlxsrv.prompts.tokenizer import Tokenizer
-from mlxsrv.text.reader import ToolOpened
-from mlxsrv.text.tools import ToolCalls
+from mlxsrv.text.calls import Tools
+from mlxsrv.text.json_calls import HERMES
+from mlxsrv.text.reader import OfferedCalls, ToolOpened
 from tests.support.fixtures import ModelFolder
 from tests.support.growth import assert_linear
 
@@ -303,14 +304,13 @@ def test_a_byte_level_vocabulary_is_decoded_as_its_pre_tokenizer_spells(
 
 def test_the_markers_of_calls_are_text_only_where_tools_were_given(folder: Path) -> None:
     tokenizer = Tokenizer(folder)
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    dialect = tokenizer.dialect(tools)
-    assert dialect is not None
-    assert (dialect.start, dialect.json) == ("<tool_call>", True)
+    assert tokenizer.formats.calls is HERMES
     tokens = tokenizer.encode('so<tool_call>{"name": "f", "arguments": {}}</tool_call>').tokens
     plain = tokenizer.pipeline(stops=[], chat=True, thinking=False)
     assert plain.feed(tokens) == [("content", 'so{"name": "f", "arguments": {}}')]
-    calling = tokenizer.pipeline(stops=[], chat=True, thinking=False, tools=ToolCalls(dialect))
+    calling = tokenizer.pipeline(
+        stops=[], chat=True, thinking=False, calls=OfferedCalls(HERMES, Tools({"f": {}}))
+    )
     parts = calling.feed(tokens)
     assert parts[0] == ("content", "so")
     assert isinstance(parts[1], ToolOpened)

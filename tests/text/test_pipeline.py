@@ -2,20 +2,20 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxsrv.text.channels import Channels
 from mlxsrv.text.detokenize import DecodingDetokenizer, Detokenizer, TokenBytes, token_bytes
 from mlxsrv.text.frames import Piece
+from mlxsrv.text.json_calls import HERMES
 from mlxsrv.text.pipeline import TextPipeline
 from mlxsrv.text.reader import OutputPart, ToolArguments, ToolOpened
 from mlxsrv.text.stage import Stage
 from mlxsrv.text.stops import StopStrings
-from mlxsrv.text.tools import ToolCalls, ToolDialect
+from tests.support.answers import caller, thoughts
 from tests.support.cuts import cut, joined
+from tests.support.tool_calls import TOOLS
 
 START, END = "<think>", "</think>"
 # The last of the markers are spelled by several tokens.
@@ -35,8 +35,8 @@ def pipeline(
     markers: tuple[str, str] | None = (START, END),
     thinking: bool = False,
 ) -> TextPipeline:
-    channels = Channels(*markers, thinking=thinking) if markers else None
-    return TextPipeline(Detokenizer(table), channels, StopStrings(stops) if stops else None)
+    reader = thoughts(*markers, thinking=thinking) if markers else None
+    return TextPipeline(Detokenizer(table), reader, StopStrings(stops) if stops else None)
 
 
 def run(stage: TextPipeline, feeds: Sequence[Sequence[int]]) -> list[Piece]:
@@ -143,7 +143,7 @@ def test_a_marker_of_several_tokens_counts_whole(byte_level: Any, table: TokenBy
 def test_the_other_detokenizer_fits_too(byte_level: Any) -> None:
     start, end = byte_level.convert_tokens_to_ids([START, END])
     detokenizer = DecodingDetokenizer(byte_level, keep={start: START, end: END})
-    stage = TextPipeline(detokenizer, Channels(START, END, thinking=True), StopStrings(["!"]))
+    stage = TextPipeline(detokenizer, thoughts(START, END, thinking=True), StopStrings(["!"]))
     ids = byte_level.encode("why 你\n</think>\n\n🙂 so! no")
     pieces = run(stage, [[token_id] for token_id in ids])
     assert joined(pieces, "reasoning") == "why 你"
@@ -177,13 +177,8 @@ CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 
 
 def calling(table: TokenBytes, *stops: str, parallel: bool = True) -> TextPipeline:
-    dialect = ToolDialect("<tool_call>", "</tool_call>", parse=msgspec.json.decode, json=True)
-    return TextPipeline(
-        Detokenizer(table),
-        Channels(START, END, thinking=False),
-        StopStrings(stops) if stops else None,
-        ToolCalls(dialect, parallel=parallel),
-    )
+    reader = caller(HERMES, TOOLS, parallel=parallel, markers=(START, END))
+    return TextPipeline(Detokenizer(table), reader, StopStrings(stops) if stops else None)
 
 
 def test_calls_stand_between_thoughts_and_content(byte_level: Any, table: TokenBytes) -> None:
@@ -213,10 +208,7 @@ def test_a_call_behind_a_stop_string_is_none() -> None:
         def flush(self, *, cut: bool = False) -> str:
             return ""
 
-    tools = ToolCalls(
-        ToolDialect("<tool_call>", "</tool_call>", parse=msgspec.json.decode, json=True)
-    )
-    stage = TextPipeline(AtOnce(), None, StopStrings(["STOP"]), tools)
+    stage = TextPipeline(AtOnce(), caller(HERMES, TOOLS), StopStrings(["STOP"]))
     assert stage.feed([0]) == []
     assert (stage.calls, stage.stopped) == (0, True)
 

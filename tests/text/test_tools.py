@@ -1,27 +1,23 @@
 """Calls are told from content: in JSON, cut off, nonsense, without parallel calls."""
 
-import json
 import re
-from typing import Any
 
-import msgspec
 import pytest
 
+from mlxsrv.text.calls import Tools
+from mlxsrv.text.json_calls import HERMES
 from mlxsrv.text.reader import ToolArguments, ToolOpened
-from mlxsrv.text.tools import ToolCalls, ToolDialect
+from tests.support.answers import caller
 from tests.support.tool_calls import (
     CUT,
     END,
-    JSON,
     NO_OBJECT,
     START,
+    TOOLS,
     UNCLOSED,
     UNKNOWN,
     UNREADABLE,
-    WEATHER_OR_ANY,
-    XML,
     Heard,
-    family,
     run,
 )
 
@@ -100,40 +96,32 @@ def test_calls_in_json(call: str, name: str, arguments: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "dialect"),
+    "call",
     [
-        pytest.param("", JSON, id="empty"),
-        pytest.param("oops", JSON, id="not JSON"),
-        pytest.param('"name"', JSON, id="a string"),
-        pytest.param("[1]", JSON, id="an array of numbers"),
-        pytest.param("[]", JSON, id="an empty array"),
-        pytest.param('[{"name": "f"}, {"arguments": {}}]', JSON, id="one of two has no name"),
-        pytest.param("{}", JSON, id="an empty object"),
-        pytest.param('{"arguments": {}}', JSON, id="no name"),
-        pytest.param('{"name": null, "arguments": {}}', JSON, id="a name that is null"),
-        pytest.param('{"name": "", "arguments": {}}', JSON, id="an empty name"),
-        pytest.param('{"name": "\\x"}', JSON, id="a wrong escape"),
-        pytest.param('{"name": "f\n"}', JSON, id="a line end in the name"),
-        pytest.param('{"name" "f"}', JSON, id="no colon"),
-        pytest.param("{name: 'f'}", JSON, id="no quotes"),
-        pytest.param('{"arguments": {"a": True}, "name": "f"}', JSON, id="arguments not JSON"),
-        pytest.param('{"arguments": [1], "name": "f"}', JSON, id="arguments an array"),
-        pytest.param('{"arguments": {"a": 1}, "name": "f', JSON, id="an unclosed name"),
-        pytest.param('{"name": "', JSON, id="an unclosed name, just begun"),
-        pytest.param("<parameter=a>1</parameter>", XML, id="no function"),
-        pytest.param("\n<function=f>\n<parameter=a>\n", XML, id="an unclosed function"),
-        pytest.param("\n<function=weather>\n<parameter=days>x</parameter></function>", XML, id="x"),
-        pytest.param("oops", family("longcat"), id="a parser that trips"),
-        pytest.param("f:0<|tool_call_argument_begin|>[1]", family("kimi_k2"), id="no object"),
-        pytest.param("f:0<|tool_call_argument_begin|>Paris", family("kimi_k2"), id="no JSON"),
-        pytest.param('{"name": "f", "arguments": {"a": 1}}', XML, id="another dialect"),
+        pytest.param("", id="empty"),
+        pytest.param("oops", id="not JSON"),
+        pytest.param('"name"', id="a string"),
+        pytest.param("[1]", id="an array of numbers"),
+        pytest.param("[]", id="an empty array"),
+        pytest.param("{}", id="an empty object"),
+        pytest.param('{"arguments": {}}', id="no name"),
+        pytest.param('{"name": null, "arguments": {}}', id="a name that is null"),
+        pytest.param('{"name": "", "arguments": {}}', id="an empty name"),
+        pytest.param('{"name": "\\x"}', id="a wrong escape"),
+        pytest.param('{"name": "f\n"}', id="a line end in the name"),
+        pytest.param('{"name" "f"}', id="no colon"),
+        pytest.param("{name: 'f'}", id="no quotes"),
+        pytest.param('{"arguments": {"a": True}, "name": "f"}', id="arguments not JSON"),
+        pytest.param('{"arguments": [1], "name": "f"}', id="arguments an array"),
+        pytest.param('{"arguments": {"a": 1}, "name": "f', id="an unclosed name"),
+        pytest.param('{"name": "', id="an unclosed name, just begun"),
     ],
 )
-def test_what_is_no_call_is_content(call: str, dialect: ToolDialect) -> None:
-    closed = f"{dialect.start}{call}{dialect.end}"
-    for text in (closed, f"a \n{closed}\n b ", f" \n{dialect.start}{call}"):
-        assert run([text], dialect) == Heard([text], 0, faults=[UNREADABLE])
-        assert run(text, dialect) == Heard([text], 0, faults=[UNREADABLE])
+def test_what_is_no_call_is_content(call: str) -> None:
+    closed = f"{START}{call}{END}"
+    for text in (closed, f"a \n{closed}\n b ", f" \n{START}{call}"):
+        assert run([text]) == Heard([text], 0, faults=[UNREADABLE])
+        assert run(text) == Heard([text], 0, faults=[UNREADABLE])
 
 
 @pytest.mark.parametrize(
@@ -144,7 +132,7 @@ def test_what_is_no_call_is_content(call: str, dialect: ToolDialect) -> None:
         pytest.param("\n CALL \n CALL \n", ["f", "f"], id="whitespace around calls"),
         pytest.param(" a\n\nCALL\n\nb\n", [" a", "f", "b\n"], id="whitespace within content"),
         pytest.param("aCALLbCALLc", ["a", "f", "b", "f", "c"], id="no whitespace"),
-        pytest.param("a\nSTART\nCALL", ["a\nSTART\nSTARTJSONEND"], id="a marker that is none"),
+        pytest.param("a\nSTART\nCALL", ["a\nSTART", "f"], id="a marker that is none"),
         pytest.param("CALL\nSTARToopsEND\nb", ["f", "STARToopsEND\nb"], id="no call after one"),
         pytest.param("a <tool_call", ["a <tool_call"], id="an unfinished start marker"),
         pytest.param("a </tool_call", ["a </tool_call"], id="an unfinished end marker"),
@@ -228,19 +216,18 @@ def test_a_name_that_does_not_close_takes_no_other_call_with_it() -> None:
             id="after the arguments",
         ),
         pytest.param('{"name": "f"}</to', [("f", "{}")], False, id="in the end marker"),
-        pytest.param("oo", [], False, id="for the parser"),
     ],
 )
 def test_a_call_that_is_cut_off(call: str, parts: list[tuple[str, str]], broken: bool) -> None:
     for text in ([f"a\n{START}{call}"], f"a\n{START}{call}"):
-        heard = run(text, WEATHER_OR_ANY, end=True)
+        heard = run(text, end=True)
         fragment = START + call if broken or not parts else ""
         faults = [CUT] if fragment else []
         assert heard == Heard(["a", *parts], len(parts), [0] if broken else [], fragment, faults)
     complete = f'{START}{{"name":"g"}}{END}\n'
     numbers = [1] if broken else []
     expected = Heard([("g", "{}"), *parts], len(parts) + 1, numbers, fragment, faults)
-    assert run([f"{complete}{START}{call}"], WEATHER_OR_ANY, end=True) == expected
+    assert run([f"{complete}{START}{call}"], end=True) == expected
 
 
 @pytest.mark.parametrize(
@@ -258,23 +245,22 @@ def test_a_call_that_is_cut_off(call: str, parts: list[tuple[str, str]], broken:
         pytest.param('{"name": "f", "arguments": "{}"}', [("f", "{}")], [], None, id="in a string"),
         pytest.param('{"name": "g"}', [("g", "{}")], [], UNKNOWN, id="another name"),
         pytest.param('{"name": 5}', [], [], UNREADABLE, id="no name"),
-        pytest.param('[{"name": "f"}, 5]', [], [], UNREADABLE, id="one of two"),
     ],
 )
 def test_a_call_that_is_nonsense(
     text: str, tools: list[tuple[str, str]], broken: list[int], fault: str | None
 ) -> None:
-    dialect = msgspec.structs.replace(JSON, names=("f",))
+    only = Tools({"f": {}})
     whole = START + text + END
     for feeds in ([whole], whole):
-        heard = run(feeds, dialect)
+        heard = run(feeds, only)
         assert heard.tools == tools
         assert heard.content == ("" if tools else whole)
         assert (heard.broken, heard.fragment) == (broken, "")
         assert heard.faults == ([fault] if fault else [])
     # The other calls of the answer are whole.
     good = f'{START}{{"name": "f", "arguments": {{"b": 2}}}}{END}'
-    heard = run([good, whole, good], dialect)
+    heard = run([good, whole, good], only)
     assert heard.tools == [("f", '{"b": 2}'), *tools, ("f", '{"b": 2}')]
     assert heard.broken == [number + 1 for number in broken]
 
@@ -293,7 +279,7 @@ def test_a_call_that_the_model_itself_ends_too_early(
     text: str, tools: list[tuple[str, str]], fault: str | None
 ) -> None:
     for feeds in ([START + text], START + text):
-        heard = run(feeds, msgspec.structs.replace(JSON, names=("f",)))
+        heard = run(feeds, Tools({"f": {}}))
         assert heard.tools == tools
         assert heard.content == ("" if tools else START + text)
         assert heard.faults == ([fault] if fault else [])
@@ -302,51 +288,54 @@ def test_a_call_that_the_model_itself_ends_too_early(
 
 
 def test_a_name_is_sent_when_it_is_complete_and_arguments_as_they_come() -> None:
-    stage = ToolCalls(JSON)
-    seen: list[tuple[list[str], bool, int]] = []
+    stage = caller(HERMES, TOOLS)
+    seen: list[tuple[list[str], int]] = []
     feeds = ["a\n", "<tool", '_call>{"name', '": "f', '"', ', "arguments": {', '"a": "\\', 'n"']
     for text in [*feeds, "<", "/tool", "> ", "} ", "}", "\n</tool_call>"]:
         parts = [
-            part if isinstance(part, str) else part.name if isinstance(part, ToolOpened) else part
+            part.name
+            if isinstance(part, ToolOpened)
+            else part.text
+            if isinstance(part, ToolArguments)
+            else part[1]
             for part in stage.feed(text)
         ]
-        texts = [part.text if isinstance(part, ToolArguments) else part for part in parts]
-        seen.append((texts, stage.opened, stage.calls))
+        seen.append((parts, stage.calls))
     assert seen == [
-        (["a"], False, 0),
-        ([], False, 0),
-        ([], False, 0),
-        ([], False, 0),
-        (["f"], True, 1),
-        (["{"], True, 1),
-        (['"a": "\\'], True, 1),
-        (['n"'], True, 1),
-        ([], True, 1),
-        ([], True, 1),
-        (["</tool> "], True, 1),
-        (["}"], True, 1),
-        ([], False, 1),
-        ([], False, 1),
+        (["a"], 0),
+        ([], 0),
+        ([], 0),
+        ([], 0),
+        (["f"], 1),
+        (["{"], 1),
+        (['"a": "\\'], 1),
+        (['n"'], 1),
+        ([], 1),
+        ([], 1),
+        (["</tool> "], 1),
+        (["}"], 1),
+        ([], 1),
+        ([], 1),
     ]
     assert stage.flush(cut=False) == []
 
 
 def test_content_waits_no_longer_than_it_must() -> None:
-    stage = ToolCalls(JSON)
-    assert stage.feed(" a b") == [" a b"]
+    stage = caller(HERMES, TOOLS)
+    assert stage.feed(" a b") == [("content", " a b")]
     assert stage.feed("\n") == []
-    assert stage.feed("c <") == ["\nc"]
-    assert stage.feed("b> ") == [" <b>"]
-    assert stage.flush(cut=True) == [" "]
+    assert stage.feed("c <") == [("content", "\nc")]
+    assert stage.feed("b> ") == [("content", " <b>")]
+    assert stage.flush(cut=True) == [("content", " ")]
 
 
 def test_without_parallel_the_first_call_is_the_last_thing() -> None:
     text = f'a\n{START}{{"name":"f","arguments":{{}}}}{END}'
-    stage = ToolCalls(JSON, parallel=False)
+    stage = caller(HERMES, TOOLS, parallel=False)
     for character in text.removesuffix("}" + END):
         stage.feed(character)
         assert not stage.done
-    assert stage.opened
+    assert stage.inside
     stage.feed("}")
     assert stage.done
     assert stage.feed(END + "\nb " + text) == []
@@ -360,43 +349,11 @@ def test_without_parallel_what_is_no_call_does_not_count() -> None:
 
 
 def test_ids_are_as_openai_has_them() -> None:
-    stage = ToolCalls(JSON)
+    stage = caller(HERMES, TOOLS)
     parts = stage.feed(f'{START}{{"name":"f"}}{END}' * 20)
     ids = [part.id for part in parts if isinstance(part, ToolOpened)]
     assert len(set(ids)) == 20
     assert all(re.fullmatch("call_[A-Za-z0-9]{24}", id) for id in ids)
-
-
-@pytest.mark.parametrize("end", [None, ""])
-def test_json_without_an_end_marker(end: str | None) -> None:
-    dialect = ToolDialect(start="[CALL]", end=end, parse=json.loads, json=True)
-    text = 'a [CALL]{"name": "f", "arguments": {"a": 1}}\n[CALL]{"name": "g"} '
-    assert run([text], dialect).parts == ["a", ("f", '{"a": 1}'), ("g", "{}")]
-    assert run(text, dialect).parts == ["a", ("f", '{"a": 1}'), ("g", "{}")]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ({"a": (1, 2), "b": {3: None}}, '{"a":[1,2],"b":{"3":null}}'),
-        ({"a": 2**70}, '{"a":1180591620717411303424}'),
-        ({"a": float("inf")}, '{"a":null}'),
-        (' {"a": 1}\n', '{"a": 1}'),
-        ("", "{}"),
-        (None, "{}"),
-        ({"a": "\ud83d"}, None),
-        ({"a": 1j}, None),
-        ("{", None),
-        (5, None),
-        ([], None),
-    ],
-)
-def test_what_a_parser_may_give_for_arguments(arguments: Any, text: str | None) -> None:
-    def parse(_: str) -> dict[str, Any]:
-        return {"name": "f", "arguments": arguments, "id": "functions.f:0"}
-
-    heard = run(["<c>x</c>"], ToolDialect(start="<c>", end="</c>", parse=parse))
-    assert heard.parts == (["<c>x</c>"] if text is None else [("f", text)])
 
 
 def written(*cities: str, name: str = "weather") -> str:
@@ -420,14 +377,14 @@ def test_a_call_that_is_made_again_ends_an_answer_that_follows_a_grammar(
 ) -> None:
     text = written(*cities)
     feeds = [text[at : at + size] for at in range(0, len(text), size)]
-    heard = run(feeds, WEATHER_OR_ANY, bound=True)
+    heard = run(feeds, bound=True)
     assert heard.parts == [("weather", f'{{"city": "{city}"}}') for city in cities[:given]]
     assert (heard.calls, heard.broken, heard.faults) == (given, [], [])
-    assert run(feeds, WEATHER_OR_ANY).calls == len(cities), "where it may end by itself"
+    assert run(feeds).calls == len(cities), "where it may end by itself"
 
 
 def test_another_call_is_given_as_soon_as_it_is_another() -> None:
-    stage = ToolCalls(JSON, bound=True)
+    stage = caller(HERMES, TOOLS, bound=True)
     stage.feed(written("Oslo") + "\n")
     same, other = written("Oslo").split("slo")
     assert stage.feed(same) == []
@@ -446,8 +403,6 @@ def test_a_repeated_call_that_is_cut_off_is_told() -> None:
     assert heard.broken == [1]
 
 
-@pytest.mark.parametrize("dialect", [XML, JSON])
-def test_calls_between_one_pair_of_markers_are_given_once(dialect: ToolDialect) -> None:
-    uses = [{"name": "weather", "arguments": {}}] * 3
-    calls = msgspec.structs.replace(dialect, json=False, parse=lambda text: uses)
-    assert run([f"{dialect.start}x{dialect.end}"], calls, bound=True).calls == 1
+def test_calls_between_one_pair_of_markers_are_given_once() -> None:
+    calls = ", ".join(['{"name": "weather", "arguments": {}}'] * 3)
+    assert run([f"{START}[{calls}]{END}"], bound=True).calls == 1

@@ -360,7 +360,12 @@ class Pool:
                 self._limits = msgspec.structs.replace(self._limits, bytes=share)
             draft = self.catalogue.draft(model.entry)
             return await prepare_model(
-                model, draft, self._settings, self.engine, self._require_open
+                model,
+                draft,
+                self._settings,
+                self.engine,
+                self._require_open,
+                self.catalogue.format_words(model.entry),
             )
         except BaseException as error:
             if not survivable(error):

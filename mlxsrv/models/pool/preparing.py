@@ -12,6 +12,7 @@ import anyio.to_thread
 
 from mlxsrv.engine.client import EngineClient
 from mlxsrv.formats.adapters import adapter_bytes
+from mlxsrv.formats.answer_formats import FormatWords
 from mlxsrv.formats.encoders import read_cross_encoder_config
 from mlxsrv.formats.model_folder import ModelDescription, describe_model
 from mlxsrv.formats.pooling import read_pooling_config
@@ -36,6 +37,7 @@ async def prepare_model(
     settings: Settings,
     engine: EngineClient,
     check: Callable[[], None],
+    words: FormatWords,
 ) -> Tokenizer:
     """Find or download a model's files, and make its tokenizer.
 
@@ -44,6 +46,7 @@ async def prepare_model(
     Args:
         draft: its draft model.
         check: called during a download; it stops the download by raising.
+        words: the operator's, for the model's formats of thoughts and calls.
 
     Raises:
         UnusableFile: the files are no model that can be served.
@@ -63,13 +66,10 @@ async def prepare_model(
     # may import as well: what that code makes stays bound to the thread that imports it.
     await engine.import_model_code(str(files.folder))
     tokenizer = await anyio.to_thread.run_sync(
-        make_tokenizer, files.folder, settings.trust_remote_code
+        make_tokenizer, files.folder, settings.trust_remote_code, words
     )
     tokenizer.context = files.context_length
-    tokenizer.enforces_calls = settings.tool_grammar and bool(tokenizer.calls_in_json)
-    if settings.tool_grammar and tokenizer.calls_in_json is False:
-        reason = "this model does not call tools in JSON, so its calls cannot be enforced"
-        log(_log, logging.WARNING, "tool grammar has no effect", model=model.name, reason=reason)
+    tokenizer.enforces_calls = settings.tool_grammar and tokenizer.formats.calls is not None
     model.files, model.tokenizer = files, tokenizer
     return tokenizer
 
@@ -92,6 +92,7 @@ def examine(
 
     Args:
         check: called during a download; it stops the download by raising.
+        words: the operator's, for the model's formats of thoughts and calls.
         report: called during a download.
         ranks: how many divide the model. The bytes are about those of one rank's share.
 
@@ -141,11 +142,14 @@ def _or_reason(read: Callable[[], T]) -> T | str:
         return str(error)
 
 
-def make_tokenizer(folder: Path, trust_remote_code: bool) -> Tokenizer:
+def make_tokenizer(folder: Path, trust_remote_code: bool, words: FormatWords) -> Tokenizer:
     # Imported on first use: transformers takes most of a second.
     from mlxsrv.prompts.tokenizer import Tokenizer
 
     # Worker threads of anyio's will use it; each then learns whether somebody still waits for it.
     return Tokenizer(
-        folder, trust_remote_code=trust_remote_code, check=anyio.from_thread.check_cancelled
+        folder,
+        trust_remote_code=trust_remote_code,
+        words=words,
+        check=anyio.from_thread.check_cancelled,
     )

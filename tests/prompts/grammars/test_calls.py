@@ -19,8 +19,9 @@ from mlxsrv.prompts.grammars.calls import CallConstraint
 from mlxsrv.prompts.grammars.grammar import CompiledGrammar
 from mlxsrv.prompts.grammars.specs import each_call
 from mlxsrv.prompts.tokenizer import Tokenizer
-from mlxsrv.text.reader import OutputPart, ToolArguments, ToolOpened
-from mlxsrv.text.tools import ToolCalls
+from mlxsrv.text.calls import Tools
+from mlxsrv.text.json_calls import HERMES
+from mlxsrv.text.reader import OfferedCalls, OutputPart, ToolArguments, ToolOpened
 from tests.support.effort import examples
 from tests.support.fixtures import ModelFolder
 from tests.support.scripted import spell, write_scripted
@@ -59,12 +60,8 @@ class Row:
     ) -> None:
         content = tokenizer.content_pipeline(thinking=thinking)
         self.constraint = CallConstraint(grammar, content, tokenizer.think_markers)
-        dialect = tokenizer.dialect([{"function": {"name": name}} for name in SCHEMAS])
-        assert dialect is not None
-        self.stage = ToolCalls(dialect)
-        self._pipeline = tokenizer.pipeline(
-            stops=(), chat=True, thinking=thinking, tools=self.stage
-        )
+        calls = OfferedCalls(HERMES, Tools(SCHEMAS))
+        self.pipeline = tokenizer.pipeline(stops=(), chat=True, thinking=thinking, calls=calls)
         self._width = tokenizer.vocabulary
         self._parts: list[OutputPart] = []
 
@@ -82,12 +79,12 @@ class Row:
         for token in tokens:
             assert token in self.allowed()
             self.constraint.accept(token)
-            self._parts += self._pipeline.feed([token])
+            self._parts += self.pipeline.feed([token])
 
     def end(self, *, cut: bool = False) -> list[tuple[str, str]]:
         """The calls of the answer."""
         calls: list[tuple[str, str]] = []
-        for part in [*self._parts, *self._pipeline.flush(cut=cut)]:
+        for part in [*self._parts, *self.pipeline.flush(cut=cut)]:
             if isinstance(part, ToolOpened):
                 calls.append((part.name, ""))
             elif isinstance(part, ToolArguments):
@@ -134,10 +131,10 @@ def test_every_call_that_is_started_is_a_good_one(
                     row.draw(token)
             draw_call(row, dice)
         calls = row.end(cut=True)
-        assert set(row.stage.faults) <= {"cut off by a limit"}
+        assert set(row.pipeline.faults) <= {"cut off by a limit"}
         for number, (name, arguments) in enumerate(calls):
             assert name in SCHEMAS
-            if number not in row.stage.broken:
+            if number not in row.pipeline.broken:
                 Draft202012Validator(SCHEMAS[name]).validate(json.loads(arguments))
                 complete.append(name)
 
@@ -156,19 +153,6 @@ def test_a_row_is_free_outside_of_its_calls(tokenizer: Tokenizer, grammar: Compi
     assert row.constraint.failure is None
     row.draw(*ids(tokenizer, END), *ids(tokenizer, "and on"))
     assert row.end() == [("weather", '{"city": "Paris"}')] * 2
-
-
-def test_a_call_begins_behind_its_marker_however_that_is_spelled(
-    tokenizer: Tokenizer, grammar: CompiledGrammar
-) -> None:
-    row = Row(tokenizer, grammar)
-    row.draw(*spelled(tokenizer, "a " + START))
-    assert not row.free()
-    allowed = {tokenizer.decode([token])[:1] for token in row.allowed()}
-    assert allowed == {"{", " ", "\n", "\t", "\r"}
-    row.draw(*ids(tokenizer, CALL + END))
-    assert row.free()
-    assert row.end() == [("weather", '{"city": "Paris"}')]
 
 
 @pytest.mark.parametrize("thinking", [True, False])
@@ -194,24 +178,6 @@ def test_a_call_has_no_marker_of_thoughts_in_it(
     [think] = ids(tokenizer, "<think>")
     assert think not in row.allowed()
     assert len(row.allowed()) > 100
-
-
-def test_a_token_that_ends_the_marker_and_goes_on_wrongly_is_forbidden(
-    served_tokenizer: tuple[Tokenizer, dict[str, int]],
-) -> None:
-    tokenizer, tokens = served_tokenizer
-    grammar = tokenizer.grammars.compile_call(each_call(TOOLS, START, END), param="tools")
-    assert grammar is not None
-    row = Row(tokenizer, grammar)
-    row.draw(*spelled(tokenizer, "<tool_cal"))
-    assert row.free()
-    row.draw(*spelled(tokenizer, "l"))
-    assert not row.free()
-    assert {text for text, token in tokens.items() if token in row.allowed()} == {'>\n{"'}
-    row.draw(tokens['>\n{"'], *ids(tokenizer, CALL[2:] + END))
-    assert row.end() == [("weather", '{"city": "Paris"}')]
-    row.draw(*spelled(tokenizer, "<tool_cax"))
-    assert row.free()
 
 
 @pytest.fixture

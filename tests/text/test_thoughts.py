@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxsrv.text.channels import Channels
-from mlxsrv.text.frames import Piece
+from tests.support.answers import pieces, thoughts
 from tests.support.cuts import cut, joined
 
 START, END = "<think>", "</think>"
@@ -15,10 +14,10 @@ TEXTS = st.lists(st.sampled_from(FRAGMENTS), max_size=12).map("".join)
 
 def run(*feeds: str, thinking: bool = False) -> tuple[str, str]:
     """The reasoning and the content of a stream."""
-    stage = Channels(START, END, thinking=thinking)
-    pieces = [piece for text in feeds for piece in stage.feed(text)] + stage.flush()
-    assert all(text for _, text in pieces)
-    return joined(pieces, "reasoning"), joined(pieces, "content")
+    stage = thoughts(START, END, thinking=thinking)
+    said = pieces([*(part for text in feeds for part in stage.feed(text)), *stage.flush()])
+    assert all(text for _, text in said)
+    return joined(said, "reasoning"), joined(said, "content")
 
 
 def separate(text: str, *, thinking: bool) -> tuple[str, str]:
@@ -85,15 +84,15 @@ def test_any_cut_gives_the_same_channels(text: str, thinking: bool, data: st.Dat
 
 @given(TEXTS, st.booleans())
 def test_no_marker_ever_comes_out(text: str, thinking: bool) -> None:
-    stage = Channels(START, END, thinking=thinking)
+    stage = thoughts(START, END, thinking=thinking)
     for character in text:
-        for _, piece in stage.feed(character):
+        for _, piece in pieces(stage.feed(character)):
             assert START not in piece
             assert END not in piece
 
 
 def test_text_waits_no_longer_than_it_must() -> None:
-    stage = Channels(START, END, thinking=True)
+    stage = thoughts(START, END, thinking=True)
     assert stage.feed("\n") == []
     assert stage.feed("a b") == [("reasoning", "a b")]
     assert stage.feed(" ") == []
@@ -107,7 +106,7 @@ def test_text_waits_no_longer_than_it_must() -> None:
 
 
 def test_it_tells_where_it_is() -> None:
-    stage = Channels(START, END, thinking=False)
+    stage = thoughts(START, END, thinking=False)
     states = []
     for text in ["a<thi", "nk>", "b</think", ">", "c"]:
         stage.feed(text)
@@ -117,14 +116,8 @@ def test_it_tells_where_it_is() -> None:
 
 @pytest.mark.parametrize("thinking", [False, True])
 def test_without_markers_all_is_content(thinking: bool) -> None:
-    stage = Channels(None, None, thinking=thinking)
+    stage = thoughts(None, None, thinking=thinking)
     text = "\n<think>a</think>\n"
     assert stage.feed(text) == [("content", text)]
     assert stage.flush() == []
     assert not stage.reasoning
-
-
-def test_an_end_marker_alone_will_do() -> None:
-    stage = Channels(None, END, thinking=True)
-    expected: list[Piece] = [("reasoning", "a"), ("content", "<think>b")]
-    assert stage.feed("\na \n</think>\n<think>b") == expected
