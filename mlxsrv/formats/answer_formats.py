@@ -104,6 +104,7 @@ _CALLS_BY_TOKENS = (
 _CALLS_BY_TEXT = (
     _Sign("qwen_xml", texts=["<function=", "<parameter="]),
     _Sign("minicpm5", texts=['<function name="', '<param name="']),
+    _Sign("mistral_ids", texts=["[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"]),
     _Sign("mistral_args", texts=["[TOOL_CALLS]", "[ARGS]"]),
     _Sign("mistral_list", texts=["[TOOL_CALLS]"]),
     _Sign("deepseek_v3", texts=[_SECTION, "```json"]),
@@ -260,6 +261,7 @@ _ENDS: Mapping[str, Sequence[str]] = {
     "minimax_m2": _MINIMAX,
     "minimax_m3": _MINIMAX,
     "mistral_args": ("</s>",),
+    "mistral_ids": ("</s>",),
     "mistral_list": ("</s>",),
     "muse": ("<|eot|>",),  # behind <|eom|> the turn goes on
     "nemotron_v2": ("<SPECIAL_12>",),

@@ -39,13 +39,16 @@ _CALLS: Mapping[str, str] = {
     "minimax_m2": "minimax",
     "minimax_m3": "",
     "mistral_args": "mistral magistral devstral",
+    "mistral_ids": "mistral",
     "mistral_list": "mistral",
     "muse": "muse_spark",
     "nemotron_v2": "",
     "olmo3": "pythonic",
     "phi4": "phi4_mini_json",
+    "prompted": "",
     "qwen_xml": "mimo nemotron_v3 qwen3 qwen3_coder qwen3_xml step3p5",
     "seed_oss": "",
+    "xlam": "",
 }
 
 _THOUGHTS: Mapping[str, str] = {

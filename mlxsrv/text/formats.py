@@ -8,7 +8,8 @@ import msgspec
 
 from mlxsrv.text.calls import CallFormat
 from mlxsrv.text.frames import FrameFormat, MarkedThoughts, NoThoughts
-from mlxsrv.text.json_calls import ERNIE45, EXAONE4, HERMES
+from mlxsrv.text.headed_calls import HEADED_FORMATS
+from mlxsrv.text.json_calls import JSON_FORMATS
 
 
 class Formats(msgspec.Struct, frozen=True):
@@ -32,7 +33,7 @@ _FRAMES: Sequence[FrameFormat] = (
     MarkedThoughts("seed_oss", "<seed:think>", "</seed:think>"),
     MarkedThoughts("think_colon", "<|think:start|>", "<|think:end|>"),
 )
-_CALLS: Sequence[CallFormat] = (HERMES, EXAONE4, ERNIE45)
+_CALLS: Sequence[CallFormat] = (*JSON_FORMATS, *HEADED_FORMATS)
 
 THOUGHTS: Mapping[str, FrameFormat] = {each.name: each for each in _FRAMES}
 """The formats of thoughts by name."""

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from mlxsrv.text.call_ids import written_id
 from mlxsrv.text.calls import CallFormat, CallReader, CallRules, Tools, ToolSchema, WrittenCall
-from mlxsrv.text.json_objects import JsonCall
-from mlxsrv.text.json_reader import JsonReader
+from mlxsrv.text.json_reader import FinalReader, ObjectsReader
 from mlxsrv.text.lark import Lark
 from mlxsrv.text.marks import Marks
 
-_SPACE = " \t\r\n"
-# Dropped behind an object. Small models write too many brackets.
-_LEFTOVERS = _SPACE + ",;}"
-
 _ARGUMENTS = "ARGUMENTS"
 _ID = "ID"
+
+_JSON = re.compile(r"(```.*|\{.*|\[)$")
 
 
 class JsonLayout(msgspec.Struct, frozen=True):
@@ -30,6 +29,7 @@ class JsonLayout(msgspec.Struct, frozen=True):
         inner: whitespace between a marker and what it encloses.
         between: text between two blocks.
         listed: the calls of an answer are a list in one block; else each is a block.
+        brackets: the beginning of such a list, what stands between its objects, and its end.
         keys: those of an object, in their order: the keys of the name, of the arguments and, if it
             has one, of the id. A call of `f` is `{"f": {...}}` if there are none.
         id: a regex for the id.
@@ -40,6 +40,7 @@ class JsonLayout(msgspec.Struct, frozen=True):
     inner: str = ""
     between: str = "\n"
     listed: bool = False
+    brackets: tuple[str, str, str] = ("[", ", ", "]")
     keys: tuple[str, ...] = ("name", "arguments")
     id: str = "[0-9]+"
 
@@ -55,7 +56,7 @@ class JsonLayout(msgspec.Struct, frozen=True):
         """Return one call as the model writes it."""
         values = {
             _ARGUMENTS: json.dumps(call.arguments, ensure_ascii=False),
-            _ID: json.dumps(call.id or str(number)),
+            _ID: json.dumps(written_id(self.id, call, number)),
         }
         return "".join(values.get(sign, sign) for sign in self._signs(call.name, " "))
 
@@ -95,24 +96,50 @@ class JsonCalls(CallFormat):
         name: as the operator names it.
         layout: how the model writes its calls.
         openers: other ways to open a block, which are read.
+        bare: openers that other text has too, so a call behind them is one of the request's tools;
+            "" is the beginning of the content.
+        final: more of them. A call behind these is one only if nothing follows it.
     """
 
-    def __init__(self, name: str, layout: JsonLayout, *, openers: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        name: str,
+        layout: JsonLayout,
+        *,
+        openers: Sequence[str] = (),
+        bare: Sequence[str] = (),
+        final: Sequence[str] = (),
+    ) -> None:
+        starts = [layout.start] if layout.start else []
         ends = [layout.end] if layout.end else []
         self.name = name
-        self.marks = (layout.start, *openers, *ends)
-        self.openers = (layout.start, *openers)
+        self.openers = (*starts, *openers, *filter(None, bare), *final)
+        self.marks = tuple(dict.fromkeys([*starts, *openers, *filter(None, bare), *ends]))
         self.dropped = tuple(ends)
+        self.leading = "" in bare
         self._layout = layout
+        self._bare = bare
+        self._final = final
 
     def reader(self, opener: str, tools: Tools, marks: Marks) -> CallReader:
-        return _ObjectsReader(self._layout, marks)
+        layout = self._layout
+        begun = _begun(opener)
+        if opener in self._final:
+            return FinalReader(marks, tools, begun)
+        return ObjectsReader(
+            [layout.end] if layout.end else [],
+            marks,
+            single=not layout.keys,
+            known=tools if opener in self._bare else None,
+            begun=begun,
+        )
 
     def spell(self, calls: Sequence[WrittenCall]) -> str:
         layout = self._layout
         blocks = [layout.spell_one(call, number) for number, call in enumerate(calls)]
         if layout.listed:
-            blocks = [f"[{', '.join(blocks)}]"]
+            first, comma, last = layout.brackets
+            blocks = [first + comma.join(blocks) + last]
         return layout.between.join(layout.open + block + layout.close for block in blocks)
 
     def rules(self, tools: Sequence[tuple[str, ToolSchema]], lark: Lark) -> CallRules:
@@ -121,62 +148,86 @@ class JsonCalls(CallFormat):
         call = lark.choice(layout.rule_body(name, schema) for name, schema in schemas)
         opened, closed = lark.text(layout.open), lark.text(layout.close)
         if layout.listed:
-            one = lark.rule(f'{opened} "[" {call} "]" {closed}')
-            many = lark.rule(f'{opened} "[" {call} (", " {call})* "]" {closed}')
+            first, comma, last = map(json.dumps, layout.brackets)
+            one = lark.rule(f"{opened} {first} {call} {last} {closed}")
+            many = lark.rule(f"{opened} {first} {call} ({comma} {call})* {last} {closed}")
         else:
             one = lark.rule(f"{opened} {call} {closed}")
             many = lark.rule(f"{one} ({json.dumps(layout.between)} {one})*")
-        return CallRules(one, many, dict.fromkeys(self.openers, self._behind(schemas, lark)))
+        return CallRules(one, many, self._behind(schemas, lark))
 
-    def _behind(self, schemas: Sequence[tuple[str, str]], lark: Lark) -> str:
-        """Add a rule for objects and lists of them, with whitespace wherever JSON allows it."""
-        space = lark.rule(r"/[ \t\r\n]{1,2}/?")
+    def _behind(self, schemas: Sequence[tuple[str, str]], lark: Lark) -> Mapping[str, str]:
+        """Add rules for objects and lists of them, with whitespace wherever JSON allows it."""
+        space = lark.rule(r"/[ \t\r\n]{1,8}/?")
         call = lark.choice(self._layout.rule_body(name, schema, space) for name, schema in schemas)
-        body = lark.rule(f'"[" {space} {call} {space} ("," {space} {call} {space})* "]"')
-        if not self._layout.listed:
-            body = lark.choice([call, body])
-        return lark.rule(f"{space} {body} {space} {lark.text(self._layout.end)}")
+        rest = lark.rule(f'{space} {call} {space} ("," {space} {call} {space})* "]"')
+        body = f'"[" {rest}' if self._layout.listed else lark.choice([call, f'"[" {rest}'])
+        closed = f"{space} {lark.text(self._layout.end)}" if self._layout.end else ""
+        behind = {"": lark.rule(f"{space} {body} {closed}"), "[": lark.rule(f"{rest} {closed}")}
+        return {
+            opener: behind[_begun(opener)] for opener in self.openers if opener not in self._final
+        }
 
 
-class _ObjectsReader(JsonReader):
-    """Reads objects between markers."""
+def _begun(opener: str) -> str:
+    """Return the part of an opener that is not a marker but the beginning of JSON."""
+    found = _JSON.search(opener)
+    return found[0] if found else ""
 
-    def __init__(self, layout: JsonLayout, marks: Marks) -> None:
-        super().__init__([layout.end] if layout.end else [], marks)
-        self._end_marker = marks.show(layout.end)
-        self._single = not layout.keys
-        self._listed = False  # inside a list
 
-    def _between(self) -> bool:
-        self._text = text = self._text.lstrip(_LEFTOVERS if self.closed else _SPACE)
-        end = self._end_marker
-        if not text:
-            return False
-        if end and text.startswith(end):
-            self._take(len(end))
-            self.over = self.closed > 0
-            self.refused = not self.over
-        elif end.startswith(text):
-            return False
-        elif text[0] == "{":
-            self._call = JsonCall(single=self._single)
-        elif text[0] == "[" and not self._listed and not self.closed:
-            self._listed = True
-            self._take(1)
-        elif text[0] == "]" and self.closed:
-            self.over = not end and self._listed
-            self._listed = False
-            self._take(1)
-        else:
-            self.over = self.closed > 0 and not self._listed
-            self.refused = not self.over
-        return True
-
-    def _end_between(self) -> None:
-        self._text = ""
-        self.refused = self.closed == 0
-
+_FINAL = ("```json", '\n{"name"', '\n{"type": "function"', '\n{"function"')
 
 HERMES = JsonCalls("hermes", JsonLayout("<tool_call>", "</tool_call>", inner="\n"))
 EXAONE4 = JsonCalls("exaone4", JsonLayout("<tool_call>", "</tool_call>", between=""))
 ERNIE45 = JsonCalls("ernie45", JsonLayout("<tool_call>", "</tool_call>", inner="\n"))
+PROMPTED = JsonCalls(
+    "prompted",
+    JsonLayout("<tool_call>", "</tool_call>", inner="\n"),
+    bare=("",),
+    final=_FINAL,
+)
+LLAMA_JSON = JsonCalls(
+    "llama_json",
+    JsonLayout("", between="; ", keys=("name", "parameters")),
+    bare=("", "<|python_tag|>"),
+    final=_FINAL,
+)
+MISTRAL_LIST = JsonCalls(
+    "mistral_list",
+    JsonLayout("[TOOL_CALLS]", listed=True, keys=("name", "arguments", "id"), id="[a-zA-Z0-9]{9}"),
+)
+GRANITE = JsonCalls("granite", JsonLayout("<|tool_call|>", listed=True), openers=("<tool_call>",))
+PHI4 = JsonCalls(
+    "phi4", JsonLayout("<|tool_call|>", "<|/tool_call|>", listed=True), openers=("functools[",)
+)
+APERTUS = JsonCalls(
+    "apertus", JsonLayout("<|tools_prefix|>", "<|tools_suffix|>", listed=True, keys=())
+)
+COMMAND = JsonCalls(
+    "command",
+    JsonLayout(
+        "<|START_ACTION|>",
+        "<|END_ACTION|>",
+        listed=True,
+        brackets=("[\n    ", ",\n    ", "\n]"),
+        keys=("tool_call_id", "tool_name", "parameters"),
+    ),
+)
+HUNYUAN = JsonCalls("hunyuan", JsonLayout("<tool_calls>", "</tool_calls>", listed=True))
+JAMBA = JsonCalls("jamba", JsonLayout("<tool_calls>", "</tool_calls>", listed=True))
+NEMOTRON_V2 = JsonCalls("nemotron_v2", JsonLayout("<TOOLCALL>", "</TOOLCALL>", listed=True))
+GIGACHAT = JsonCalls("gigachat", JsonLayout("<|function_call|>", "<|message_sep|>", between=""))
+FUNCTOOLS = JsonCalls(
+    "functools",
+    JsonLayout("", listed=True, brackets=("functools[", ", ", "]")),
+    openers=("functools[",),
+)
+XLAM = JsonCalls(
+    "xlam", JsonLayout("", listed=True), openers=("[TOOL_CALLS]",), bare=("",), final=_FINAL
+)
+
+JSON_FORMATS: Sequence[CallFormat] = (
+    *(APERTUS, COMMAND, ERNIE45, EXAONE4, FUNCTOOLS, GIGACHAT, GRANITE, HERMES, HUNYUAN, JAMBA),
+    *(LLAMA_JSON, MISTRAL_LIST, NEMOTRON_V2, PHI4, PROMPTED, XLAM),
+)
+"""All formats whose calls are JSON objects."""

@@ -8,30 +8,32 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-_Role = Literal["key", "name", "arguments", "other"]
+from mlxsrv.text.json_values import JsonValue
+
+_Role = Literal["key", "name", "arguments", "call", "other"]
 _Step = Literal["open", "key", "colon", "value"]
 _T = TypeVar("_T")
 
 _NAME_KEYS = ("name", "tool_name")
 _ARGUMENTS_KEYS = ("arguments", "parameters")
+_OTHER_KEYS = ("type", "id", "tool_call_id")
 
 # Patterns for what to look for next, by state.
 _NO_SPACE = re.compile(r"\S")
 _NO_COMMA = re.compile(r"[^\s,]")
-_IN_STRING = re.compile(r'["\\]')
-_IN_DOUBT = re.compile(r'["\\\x00-\x1f]')
-_IN_BRACKETS = re.compile(r'["{}\[\]]')
-_AFTER_SCALAR = re.compile(r"[\s,}]")
 
 
 class JsonCall:
     """Reads one call: `{"name": ..., "arguments": {...}}`, with keys in any order.
 
     It accepts more than JSON where the meaning is clear: commas may be missing, other keys may have
-    any value, and "parameters" are arguments. The first of two equal keys counts.
+    any value, "parameters" are arguments, and the call may be the value of "function". The first of
+    two equal keys counts.
 
     Args:
+        name: the tool's name, if it is known; then the text has only the arguments.
         single: `{"f": {...}}` is a call of `f`.
+        wary: an object is no call if it has a key that calls do not have, before its name.
 
     Attributes:
         name: the tool's name, once it is complete.
@@ -40,15 +42,20 @@ class JsonCall:
             example because its arguments are no object, is over without a name.
     """
 
-    def __init__(self, *, single: bool = False) -> None:
+    def __init__(
+        self, name: str | None = None, *, single: bool = False, wary: bool = False
+    ) -> None:
         self._single = single
-        self._step: _Step = "open"
-        self._role: _Role = "key"  # of the value that is read now or next
-        self._value: _Value | None = None
+        self._wary = wary
+        self._only_arguments = name is not None
+        self._step: _Step = "open" if name is None else "value"
+        self._role: _Role = "key" if name is None else "arguments"  # of the value now or next
+        self._value: JsonValue | None = None
         self._held: list[str] = []  # a value that is used once it is complete
         self._unsent: list[str] = []  # text of the arguments that was not taken
         self._begun = False  # whether the arguments have begun
-        self.name: str | None = None
+        self._inner = False  # inside the value of "function"
+        self.name = name
         self.settled = False
         self.over = False
 
@@ -75,9 +82,9 @@ class JsonCall:
             if value is None:
                 at = self._begin(text, at)
                 continue
-            start, doubted = at, value.doubted
+            doubted = value.doubted
             at = value.advance(text, at)
-            self._keep(text[start:at])
+            self._keep(value)
             if value.complete:
                 self._finish(value)
             elif value.refuted:
@@ -111,13 +118,20 @@ class JsonCall:
             case "open", "{":
                 self._step = "key"
             case "key", "}":
-                self.over = True
-            case "colon", ":":
+                self.over = not self._inner
+                self._inner = False
+            case "colon", ":" | "=":
                 self._step = "value"
-            case ("key", '"') | ("value", _):
+            case "value", "{" if self._role == "call":
+                self._inner = True
+                self._step = "key"
+            case ("key", '"' | "'") | ("value", _):
                 if self._step == "key":
                     self._role = "key"
-                self._value = _Value(found[0])
+                elif self._role == "call":  # {"type": "function", "function": "f", ...}
+                    self._role = "name" if self.name is None else "other"
+                named = self._role in ("key", "name")
+                self._value = JsonValue(found[0], open=self._only_arguments, strict=named)
                 self._begun = self._begun or self._role == "arguments"
                 return found.start()
             case _:
@@ -125,19 +139,24 @@ class JsonCall:
                 return found.start()
         return found.end()
 
-    def _keep(self, text: str) -> None:
-        if self._role == "arguments" and self._value is not None and self._value.first == "{":
+    def _keep(self, value: JsonValue) -> None:
+        text = value.pop()
+        if self._role == "arguments" and value.first == "{":
             self._unsent.append(text)
         elif self._role != "other":
             self._held.append(text)
 
-    def _finish(self, value: _Value) -> None:
+    def _finish(self, value: JsonValue) -> None:
         self._value = None
         self._step = "key"
         match self._role:
             case "key":
                 self._step = "colon"
-                self._role = self._role_of(_decoded(self._release(), str))
+                key = _decoded(self._release(), str)
+                if key == "name=" and self.name is None:
+                    self._begin_name()
+                else:
+                    self._role = self._role_of(key)
             case "name":
                 name = _decoded(self._release(), str)
                 # Arguments before the name have not been sent, so they can be checked as a whole.
@@ -146,8 +165,10 @@ class JsonCall:
                 self.over = self.name is None
             case "arguments" if value.first == "{":
                 self.settled = True
+                self.over = self._only_arguments
             case "arguments":
                 self._settle()
+                self.over = self._only_arguments
 
     def _role_of(self, key: str | None) -> _Role:
         self.over = key is None
@@ -155,14 +176,25 @@ class JsonCall:
             return "name"
         if key in _ARGUMENTS_KEYS and not self._begun:
             return "arguments"
+        if key == "function" and not self._inner:
+            return "call"
         if self._single and key and self.name is None and not self._begun:
             self.name = key
             return "arguments"
+        if self._wary and self.name is None and key not in _OTHER_KEYS:
+            self.over = True
         return "other"
+
+    def _begin_name(self) -> None:
+        """Take the end of a key for the beginning of its value, as in `{"name="f"`."""
+        self._role = "name"
+        self._value = JsonValue('"', strict=True)
+        self._value.advance('"', 0)
+        self._keep(self._value)
 
     def _settle(self) -> None:
         """Give the held arguments: the object inside a string, or the text as written."""
-        text = self._release() or "null"
+        text = self._release().rstrip() or "null"
         with suppress(ValueError, RecursionError):
             text = as_object(msgspec.json.decode(text))
         self._unsent.append(text)
@@ -172,71 +204,6 @@ class JsonCall:
         text = "".join(self._held)
         self._held.clear()
         return text
-
-
-class _Value:
-    """Finds the end of a JSON value that arrives in pieces.
-
-    It only distinguishes strings from brackets, and does not check that the rest is JSON.
-
-    Attributes:
-        first: the value's first character.
-        quoted: the text so far ends inside a string.
-        doubted: an end marker was found in this string; the doubt ends with the string.
-        refuted: a string in doubt has a control character, which JSON does not allow: the string
-            was never closed.
-        complete: the value has ended.
-    """
-
-    __slots__ = ("_depth", "_escaped", "complete", "doubted", "first", "quoted", "refuted")
-
-    def __init__(self, first: str) -> None:
-        self.first = first
-        self._depth = 0
-        self._escaped = False
-        self.quoted = False
-        self.doubted = False
-        self.refuted = False
-        self.complete = False
-
-    def advance(self, text: str, at: int) -> int:
-        """Read on from `at`; return the place after the value, or after a string in doubt."""
-        if self.first not in '"{[':
-            end = _AFTER_SCALAR.search(text, at)
-            self.complete = end is not None
-            return end.start() if end else len(text)
-        while at < len(text) and not self.complete:
-            if self._escaped:
-                self._escaped = False
-                at += 1
-                continue
-            found = self._signs().search(text, at)
-            if found is None:
-                return len(text)
-            if self.quoted and found[0] not in '"\\':
-                self.refuted = True
-                return found.start()
-            at = found.end()
-            doubted = self.doubted
-            self._cross(found[0])
-            if doubted and not self.doubted:
-                break
-        return at
-
-    def _signs(self) -> re.Pattern[str]:
-        if not self.quoted:
-            return _IN_BRACKETS
-        return _IN_DOUBT if self.doubted else _IN_STRING
-
-    def _cross(self, sign: str) -> None:
-        if sign == "\\":
-            self._escaped = True
-        elif sign == '"':
-            self.quoted = not self.quoted
-            self.doubted = False
-        else:
-            self._depth += 1 if sign in "{[" else -1
-        self.complete = not self.quoted and self._depth == 0
 
 
 def as_object(arguments: Any) -> str:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from mlxsrv.text.calls import CallReader
+from mlxsrv.text.calls import CallPart, CallReader, Tools
 from mlxsrv.text.json_objects import JsonCall
 from mlxsrv.text.marks import Marks
 from mlxsrv.text.scan import Scanner
+
+SPACE = " \t\r\n"
+# Dropped behind an object. Small models write too many brackets.
+LEFTOVERS = SPACE + ",;}"
 
 
 class JsonReader(CallReader):
@@ -20,21 +24,23 @@ class JsonReader(CallReader):
     Args:
         ends: markers that end a call, spelled.
         marks: how markers are shown.
+        known: the tools that may be called, if calls of others are none.
     """
 
-    def __init__(self, ends: Sequence[str], marks: Marks) -> None:
+    def __init__(self, ends: Sequence[str], marks: Marks, known: Tools | None = None) -> None:
         super().__init__()
+        self._known = known
         self._marks = marks
         self._ends = Scanner([marks.show(end) for end in ends])
         self._call: JsonCall | None = None  # the call that is read
-        self._behind: list[str] = []  # text behind an end marker in a string, while it is in doubt
+        self._behind: list[str] = []  # from an end marker in a string on, while it is in doubt
 
     @abstractmethod
     def _between(self) -> bool:
         """Take text between calls, or begin one, as `_step` does."""
 
     @abstractmethod
-    def _end_between(self) -> None:
+    def _end_between(self, cut: bool) -> None:
         """Read what is left between calls when the answer ends."""
 
     def _step(self) -> bool:
@@ -46,7 +52,7 @@ class JsonReader(CallReader):
     def _end(self, cut: bool) -> None:
         call = self._call
         if call is None:
-            self._end_between()
+            self._end_between(cut)
             return
         held, self._text = self._text, "" if cut else "".join(self._behind)
         if not cut and not call.doubted:  # else it may be the beginning of an end marker
@@ -72,7 +78,8 @@ class JsonReader(CallReader):
         if found:
             call.doubt()
             limit = found[1]
-            call.parse(text[found[0] : limit])
+            self._behind.append(text[found[0] : limit])
+            call.parse(self._behind[0])
         self._text = text[limit:]
         return found is not None
 
@@ -94,11 +101,19 @@ class JsonReader(CallReader):
 
     def _tell(self, call: JsonCall) -> None:
         """Give the new part of a call, if its name is known."""
-        if call.name is None or self.refused:
+        if call.name is None:
             return
-        if not self.is_open:
-            self._open(self._marks.spell(call.name))
+        if not self.is_open and (self.refused or not self._name(call.name)):
+            return
         self._give_spelled(call.pop_arguments())
+
+    def _name(self, name: str) -> bool:
+        """Open a call of this name, if it may be called."""
+        name = self._marks.spell(name)
+        self.refused = self._known is not None and name not in self._known
+        if not self.refused:
+            self._open(name)
+        return not self.refused
 
     def _leave(self, call: JsonCall) -> bool:
         self._call = None
@@ -111,3 +126,95 @@ class JsonReader(CallReader):
 
     def _give_spelled(self, arguments: str) -> None:
         self._give(arguments if arguments.isascii() else self._marks.spell(arguments))
+
+
+class ObjectsReader(JsonReader):
+    """Reads objects, with or without a list around them, up to an end marker.
+
+    Args:
+        ends: markers that end the block, spelled. Without one a list ends it, or text.
+        single: `{"f": {...}}` is a call of `f`.
+        known: the text looks like other text, so calls are only those of these tools.
+        begun: text that was read before, with which the block begins.
+    """
+
+    def __init__(
+        self,
+        ends: Sequence[str],
+        marks: Marks,
+        *,
+        single: bool = False,
+        known: Tools | None = None,
+        begun: str = "",
+    ) -> None:
+        super().__init__(ends, marks, known)
+        self._text = begun
+        self._closers = [marks.show(end) for end in ends]
+        self._single = single
+        self._listed = False  # inside a list
+        self._fenced = False  # behind the beginning of a code block
+
+    def _between(self) -> bool:
+        self._text = text = self._text.lstrip(LEFTOVERS if self.closed else SPACE)
+        if not text:
+            return False
+        if self._take_one(self._closers):
+            self.over = self.closed > 0
+            self.refused = not self.over
+        elif self._waits([*self._closers, "```json", "```"]):
+            return False
+        elif text.startswith("```") and self._fenced != (self.closed == 0):
+            self._take(7 if text.startswith("```json") else 3)
+            self._fenced = True
+        elif text[0] == "{":
+            self._call = JsonCall(single=self._single, wary=self._known is not None)
+        elif text[0] == "[" and not self._listed and not self.closed:
+            self._listed = True
+            self._take(1)
+        elif text[0] == "]" and self.closed:
+            self.over = not self._closers and self._listed
+            self._listed = False
+            self._take(1)
+        else:
+            self.over = self.closed > 0 and not self._listed
+            self.refused = not self.over
+        return True
+
+    def _end_between(self, cut: bool) -> None:
+        self._text = ""
+        self.refused = self.closed == 0
+
+    def _take_one(self, texts: Iterable[str]) -> bool:
+        """Take one of these from the front of the text; return whether it was there."""
+        for text in texts:
+            if self._text.startswith(text):
+                self._take(len(text))
+                return True
+        return False
+
+    def _waits(self, texts: Iterable[str]) -> bool:
+        """Whether the text may become one of these."""
+        size = len(self._text)
+        return any(len(text) > size and text.startswith(self._text) for text in texts)
+
+
+class FinalReader(ObjectsReader):
+    """Reads objects that may be calls because nothing follows them. It gives none before the end
+    of the answer."""
+
+    def __init__(self, marks: Marks, known: Tools, begun: str) -> None:
+        super().__init__([], marks, known=known, begun=begun)
+        self._whole: list[str] = []
+        self._kept: list[CallPart] = []
+
+    def feed(self, text: str) -> Sequence[CallPart]:
+        self._whole.append(text)
+        self._kept += super().feed(text)
+        if self.over or self.refused:
+            self.refused, self.over = True, False
+            self.closed = 0
+            self._unread = self._whole
+        return ()
+
+    def end(self, *, cut: bool) -> Sequence[CallPart]:
+        return [*self._kept, *super().end(cut=cut)]

@@ -44,7 +44,7 @@ BY_TEMPLATE = {
     "<tool_call>\n<function=f>\n<parameter=k>": "qwen_xml",
     '<tool_call>{{ "\\n<function=" ~ name }}<parameter=': "qwen_xml",
     '<function name="f"><param name="k">': "minicpm5",
-    "[TOOL_CALLS]{{ name }}[CALL_ID]{{ id }}[ARGS]": "mistral_args",
+    "[TOOL_CALLS]{{ name }}[CALL_ID]{{ id }}[ARGS]": "mistral_ids",
     "[TOOL_CALLS][{{ calls }}]": "mistral_list",
     "<｜tool▁calls▁begin｜>function<｜tool▁sep｜>\n```json": "deepseek_v3",
     "<｜tool▁calls▁begin｜>{{ name }}<｜tool▁sep｜>": "deepseek_v31",

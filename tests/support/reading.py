@@ -1,12 +1,12 @@
 """Answers read by a format of calls, with markers that are text or tokens."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from mlxsrv.text.calls import CallFormat, Tools
-from mlxsrv.text.frames import FrameFormat, NoThoughts
-from mlxsrv.text.marks import Marks
-from mlxsrv.text.reader import AnswerReader, OfferedCalls, ToolArguments, ToolOpened
+from mlxsrv.text.frames import NoThoughts
+from mlxsrv.text.marks import SPELLED, Marks
+from mlxsrv.text.reader import AnswerReader, OfferedCalls
+from tests.support.answers import merge
 
 Read = list[str | tuple[str, str]]
 """Content and calls in order, each as one text or (name, arguments)."""
@@ -22,14 +22,9 @@ def tokens(format: CallFormat) -> Marks:
     return Marks(format.marks, {name: number for number, name in enumerate(format.marks)})
 
 
-def reader(
-    format: CallFormat,
-    tools: Tools,
-    marks: Marks,
-    frame: FrameFormat | None = None,
-) -> AnswerReader:
-    frames = frame or NoThoughts()
-    return AnswerReader(frames.frame(marks, thinking=False), marks, OfferedCalls(format, tools))
+def reader(format: CallFormat, tools: Tools, marks: Marks) -> AnswerReader:
+    frame = NoThoughts().frame(marks, thinking=False)
+    return AnswerReader(frame, marks, OfferedCalls(format, tools))
 
 
 def pieces(text: str) -> Iterator[Sequence[str]]:
@@ -45,39 +40,20 @@ def read(
     feeds: Sequence[str],
     tools: Tools,
     *,
-    marks: Marks | None = None,
+    marks: Marks = SPELLED,
     cut: bool = False,
 ) -> Read:
     """Return what is heard of an answer in pieces."""
-    stage = reader(format, tools, marks or Marks((), {}))
-    parts = [part for text in feeds for part in stage.feed(text)] + stage.flush(cut=cut)
-    heard: Read = []
-    for part in parts:
-        last = heard[-1] if heard else None
-        match part:
-            case ToolOpened(name=name):
-                heard.append((name, ""))
-            case ToolArguments(text=text):
-                assert isinstance(last, tuple)
-                heard[-1] = (last[0], last[1] + text)
-            case (_, text):
-                if isinstance(last, str):
-                    heard[-1] = last + text
-                else:
-                    heard.append(text)
-    return heard
+    stage = reader(format, tools, marks)
+    return merge([part for text in feeds for part in stage.feed(text)] + stage.flush(cut=cut))
 
 
 def read_each_way(format: CallFormat, text: str, tools: Tools, *, cut: bool = False) -> Read:
     """Return what is heard of an answer, the same however it is split and markers are shown."""
     heard = [
         read(format, feeds, tools, marks=marks, cut=cut)
-        for marks in (Marks((), {}), tokens(format))
+        for marks in (SPELLED, tokens(format))
         for feeds in pieces(marks.show(text))
     ]
     assert all(each == heard[0] for each in heard), [each for each in heard if each != heard[0]]
     return heard[0]
-
-
-def schema(**properties: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {"type": "object", "properties": properties, "required": [*properties]}

@@ -1,40 +1,264 @@
-"""Calls that are JSON objects, in every format that has them."""
+"""Calls with JSON arguments, in every format that has them."""
 
 import json
 from typing import Any
 
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 
-from mlxsrv.text.calls import WrittenCall
-from mlxsrv.text.json_calls import ERNIE45, EXAONE4, HERMES, JsonCalls
-from tests.support.reading import read_each_way, schemas
+from mlxsrv.text.calls import CallFormat, CallPart, Tools, WrittenCall
+from mlxsrv.text.headed_calls import (
+    DEEPSEEK_V3,
+    DEEPSEEK_V31,
+    HARMONY,
+    HEADED_FORMATS,
+    KIMI_K2,
+    MISTRAL_ARGS,
+    MISTRAL_IDS,
+)
+from mlxsrv.text.json_calls import (
+    APERTUS,
+    COMMAND,
+    GRANITE,
+    HERMES,
+    JSON_FORMATS,
+    LLAMA_JSON,
+    MISTRAL_LIST,
+    PHI4,
+    PROMPTED,
+)
+from mlxsrv.text.lark import Lark
+from mlxsrv.text.marks import SPELLED
+from tests.support.reading import read, read_each_way, schemas, tokens
 
-FORMATS = (HERMES, EXAONE4, ERNIE45)
+FORMATS = [*JSON_FORMATS, *HEADED_FORMATS]
+FRAMED = [HARMONY]
+OPENED = [each for each in FORMATS if each not in FRAMED]
 TOOLS = schemas("f", "g")
+WRITTEN = [
+    WrittenCall("f", {"a": 'x\n"y" {}]é </tool_call> [ARGS]'}, "abcdefgh1"),
+    WrittenCall("g", {}),
+    WrittenCall("f", {"b": [1, {"c": None}], "d": True}, "functions.f:2"),
+]
+HEARD = [(call.name, json.dumps(call.arguments, ensure_ascii=False)) for call in WRITTEN]
+
+HEARD_F = ("f", "{}")
 
 
-@pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
-def test_calls_as_the_model_writes_them(format: JsonCalls) -> None:
-    written = [
-        WrittenCall("f", {"a": 'x\n"y" {}]é'}, "id0"),
-        WrittenCall("g", {}, "id1"),
-        WrittenCall("f", {"b": [1, {"c": None}]}, "id2"),
-    ]
+def named(format: CallFormat) -> str:
+    return format.name
+
+
+@pytest.mark.parametrize("format", OPENED, ids=named)
+def test_calls_as_the_model_writes_them(format: CallFormat) -> None:
     for count in range(1, 4):
-        heard = read_each_way(format, format.spell(written[:count]), TOOLS)
-        expected = [(call.name, json.dumps(call.arguments, ensure_ascii=False)) for call in written]
-        assert heard == expected[:count]
+        text = format.spell(WRITTEN[:count])
+        assert read_each_way(format, text, TOOLS) == HEARD[:count]
+    text = f"a\n\n{format.spell(WRITTEN[1:2])}"
+    if not format.leading:
+        assert read_each_way(format, text, TOOLS) == ["a", HEARD[1]]
+
+
+@pytest.mark.parametrize("format", OPENED, ids=named)
+def test_a_call_that_is_cut_anywhere_gives_the_beginning_of_the_whole_one(
+    format: CallFormat,
+) -> None:
+    whole = format.spell(WRITTEN[:2])
+    for marks in (SPELLED, tokens(format)):
+        text = marks.show(whole)
+        for place in range(1, len(text)):
+            heard = read(format, [text[:place]], TOOLS, marks=marks, cut=True)
+            assert len(heard) <= 2
+            for part, (name, arguments) in zip(heard, HEARD, strict=False):
+                if not isinstance(part, str):
+                    assert part[0] == name
+                    assert arguments.startswith(part[1])
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=named)
+def test_a_grammar_holds_what_the_model_writes(format: CallFormat) -> None:
+    tokenizer = LLTokenizer("byte")
+    lark = Lark(SPELLED, json.dumps)
+    strict = {
+        "type": "object",
+        "properties": {"a": {"type": "string"}},
+        "required": ["a"],
+        "x-guidance": {"whitespace_pattern": " ?"},
+    }
+    rules = format.rules([("f", strict), ("g", {"x-guidance": {"whitespace_pattern": " ?"}})], lark)
+
+    def follows(rule: str, text: str) -> bool:
+        grammar = json.dumps({"grammars": [{"lark_grammar": lark.grammar(rule)}]})
+        matcher = LLMatcher(tokenizer, grammar)
+        assert not matcher.get_error()
+        taken = matcher.try_consume_tokens(tokenizer.tokenize_str(text))
+        return taken == len(text.encode()) and matcher.is_accepting()
+
+    one = format.spell(WRITTEN[:1])
+    assert follows(rules.one, one)
+    assert follows(rules.many, one)
+    assert follows(rules.many, format.spell(WRITTEN[:2])) == (format is not HARMONY)
+    assert not follows(rules.one, format.spell([WrittenCall("f", {})]))
+    assert not follows(rules.one, format.spell([WrittenCall("h", {"a": "b"})]))
+    for opener, rule in rules.behind.items():
+        assert not follows(rule, "")
+        if one.startswith(opener) or format is HARMONY:
+            assert follows(rule, one.partition(opener)[2])
 
 
 @pytest.mark.parametrize(
-    ("text", "heard"),
+    ("format", "text", "heard"),
     [
-        ('<tool_call>\n[{"name": "f"}, {"name": "g"}]\n</tool_call>', [("f", "{}"), ("g", "{}")]),
-        ('<tool_call>{"name": "f"}\n{"name": "g"}</tool_call>b', [("f", "{}"), ("g", "{}"), "b"]),
-        ('<tool_call>[{"name": "f"}, 5]</tool_call>', [("f", "{}"), ", 5]"]),
-        ('a<tool_call>[{"name": "f"}', ["a", ("f", "{}")]),
-        ('<tool_call>{"f": {}}', ['<tool_call>{"f": {}}']),
+        # Several objects.
+        (
+            HERMES,
+            '<tool_call>\n[{"name": "f"}, {"name": "g"}]\n</tool_call>',
+            [("f", "{}"), ("g", "{}")],
+        ),
+        (
+            HERMES,
+            '<tool_call>{"name": "f"}\n{"name": "g"}</tool_call>b',
+            [("f", "{}"), ("g", "{}"), "b"],
+        ),
+        (HERMES, '<tool_call>[{"name": "f"}, 5]</tool_call>', [("f", "{}"), ", 5]"]),
+        (HERMES, 'a<tool_call>[{"name": "f"}', ["a", ("f", "{}")]),
+        # What is not quite JSON.
+        (
+            HERMES,
+            "<tool_call>{'name': 'f', 'arguments': {'a': 'it\\'s \"x\"', 'b': [True, None,],}}",
+            [("f", """{"a": "it's \\"x\\"", "b": [true, null]}""")],
+        ),
+        (HERMES, '<tool_call>{"name="f", "arguments": {"a": 1}}', [("f", '{"a": 1}')]),
+        (
+            HERMES,
+            '<tool_call>{"name": "f", "arguments": {"a": "x\ty\n\\d\\\'"}}</tool_call>',
+            [("f", '{"a": "x\\ty\\n\\\\d\'"}')],
+        ),
+        (
+            HERMES,
+            '<tool_call>\n```json\n{"name": "f", "arguments": {}}\n```\n</tool_call>',
+            [("f", "{}")],
+        ),
+        (
+            HERMES,
+            '<tool_call>{"type": "function", "function": {"name": "f", "arguments": {}}}',
+            [("f", "{}")],
+        ),
+        (HERMES, '<tool_call>{"function": "f", "parameters": {}}', [("f", "{}")]),
+        (HERMES, '<tool_call>{"f": {}}', ['<tool_call>{"f": {}}']),
+        (HERMES, "Write <tool_call> first, [ARGS] {", ["Write <tool_call> first, [ARGS] {"]),
+        # The beginning of the content, or its end.
+        (LLAMA_JSON, '\n{"name": "f", "parameters": {}}', [("f", "{}")]),
+        (LLAMA_JSON, '{"type": "function", "function": {"name": "f", "arguments": {}}}', [HEARD_F]),
+        (LLAMA_JSON, '<|python_tag|>{"name": "f", "parameters": {}}', [HEARD_F]),
+        (LLAMA_JSON, '{"name": "h", "parameters": {}}', ['{"name": "h", "parameters": {}}']),
+        (LLAMA_JSON, '{"name": "f", "parameters": {}} b', [HEARD_F, "b"]),
+        (LLAMA_JSON, '{"city": {"name": "f"}} b', ['{"city": {"name": "f"}} b']),
+        (LLAMA_JSON, 'Sure:\n{"name": "f", "parameters": {}}\n', ["Sure:", HEARD_F]),
+        (
+            LLAMA_JSON,
+            'So:\n{"name": "f", "parameters": {}}\nis it.',
+            ['So:\n{"name": "f", "parameters": {}}\nis it.'],
+        ),
+        (PROMPTED, '```json\n{"name": "f", "arguments": {}}\n```', [HEARD_F]),
+        (PROMPTED, 'A:\n```json\n{"name": "f", "arguments": {}}\n```\n', ["A:", HEARD_F]),
+        (PROMPTED, 'A:\n```json\n{"a": 5}\n``` b', ['A:\n```json\n{"a": 5}\n``` b']),
+        (PROMPTED, '```json\n{"name": "h"}\n```', ['```json\n{"name": "h"}\n```']),
+        (PROMPTED, "[1, 2]", ["[1, 2]"]),
+        # Lists.
+        (MISTRAL_LIST, '[TOOL_CALLS] [{"name": "f", "arguments": {}}] b', [HEARD_F, "b"]),
+        (MISTRAL_LIST, '[TOOL_CALLS]{"name": "f", "arguments": {}}', [HEARD_F]),
+        (GRANITE, '<tool_call>[{"name": "f", "arguments": {}}]', [HEARD_F]),
+        (PHI4, 'functools[{"name": "f", "arguments": {}}]', [HEARD_F]),
+        (PHI4, '<|tool_call|>{"name": "f", "arguments": {}}<|/tool_call|>', [HEARD_F]),
+        (PHI4, "functools[x]", ["functools[x]"]),
+        (APERTUS, '<|tools_prefix|>[{"f": {"a": 1}}', [("f", '{"a": 1}')]),
+        (COMMAND, '<|START_ACTION|>[{"tool_name": "f"}]<|END_ACTION|>', [HEARD_F]),
+        # Headers.
+        (MISTRAL_ARGS, "[TOOL_CALLS]f{} b", [HEARD_F, "b"]),
+        (MISTRAL_ARGS, '[TOOL_CALLS]f [ARGS] {"a": 1}', [("f", '{"a": 1}')]),
+        (MISTRAL_ARGS, "[TOOL_CALLS]f[CALL_ID]abcdefgh1[ARGS]{}", [HEARD_F]),
+        (MISTRAL_ARGS, '[TOOL_CALLS][{"name": "f", "arguments": {}}]', [HEARD_F]),
+        (MISTRAL_ARGS, "[TOOL_CALLS]f", [HEARD_F]),
+        (MISTRAL_ARGS, "[TOOL_CALLS]h[ARGS]{}", [("h", "{}")]),
+        (MISTRAL_ARGS, "a [TOOL_CALLS] marks a call", ["a [TOOL_CALLS] marks a call"]),
+        (MISTRAL_IDS, "[TOOL_CALLS][TOOL_CALLS]f[CALL_ID]abcdefgh1{}", [HEARD_F]),
+        (DEEPSEEK_V3, "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n{}", [HEARD_F]),
+        (
+            DEEPSEEK_V3,
+            "A.<｜tool▁calls▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>b",
+            ["A.", HEARD_F, "b"],
+        ),
+        (
+            DEEPSEEK_V31,
+            "<｜tool▁call▁begin｜>f<｜tool▁sep｜><｜tool▁call▁end｜>"
+            "<｜tool▁call▁begin｜>g<｜tool▁sep｜>{}",
+            [HEARD_F, ("g", "{}")],
+        ),
+        (
+            DEEPSEEK_V31,
+            "<｜tool▁call▁begin｜>f<｜tool▁sep｜>oops<｜tool▁call▁end｜>",
+            [("f", "oops")],
+        ),
     ],
 )
-def test_several_objects_between_one_pair_of_markers(text: str, heard: Any) -> None:
-    assert read_each_way(HERMES, text, TOOLS) == heard
+def test_what_models_write_in_place_of_their_format(
+    format: CallFormat, text: str, heard: list[Any]
+) -> None:
+    assert read_each_way(format, text, TOOLS) == heard
+
+
+CITY = {"type": "object", "properties": {"city": {}, "days": {}}, "required": ["city"]}
+OFFERED = Tools({"weather": CITY, "exec5": {"properties": {"code": {}}}, "now": {}})
+
+
+@pytest.mark.parametrize(
+    ("id", "arguments", "name"),
+    [
+        ("functions.weather:0", '{"city": "x"}', "weather"),
+        ("functions.exec5:0", "{}", "exec5"),
+        ("functionsexec5", "{}", "exec5"),
+        ("exec5:12", "{}", "exec5"),
+        ("weather3", "{}", "weather"),
+        ("functions.other:3", '{"city": "x"}', "other"),
+        ("5", '{"city": "x", "days": 3}', "weather"),
+        ("call_abcdef", '{"code": "x"}', "exec5"),
+        ("call_abcdef", '{"x": 1}', "call_abcdef"),
+    ],
+)
+def test_names_in_ids_of_kimi(id: str, arguments: str, name: str) -> None:
+    text = f"<|tool_call_begin|>{id}<|tool_call_argument_begin|>{arguments}<|tool_call_end|>b"
+    assert read_each_way(KIMI_K2, text, OFFERED) == [(name, arguments), "b"]
+
+
+@pytest.mark.parametrize(
+    ("header", "text", "parts", "rest"),
+    [
+        ("functions.f", '{"a": 1}<|call|>', ["f", '{"a": 1}', None], "<|call|>"),
+        ("functions.f", '{"a": 1}', ["f", '{"a": 1}', None], ""),
+        ("functions.f", "", ["f", "{}", None], ""),
+        ("functions.f", "<|call|>", ["f", "{}", None], "<|call|>"),
+        ("f", '{"a": "<|end|>"}', ["f", '{"a": "<|end|>"}', None], ""),
+        ("python", "print(1)\n<|call|>", ["python", "print(1)", None], "<|call|>"),
+        ("functions.f", '{"a": "x', ["f", '{"a": "x', "never closed"], ""),
+        ("functions.f", '{"a": "x<|call|>\n', ["f", '{"a": "x', None], "<|call|>\n"),
+    ],
+)
+def test_calls_behind_a_header_of_harmony(
+    header: str, text: str, parts: list[str | None], rest: str
+) -> None:
+    for marks in (SPELLED, tokens(HARMONY)):
+        shown = marks.show(text)
+        for feeds in ([shown], shown):
+            reader = HARMONY.reader(header, TOOLS, marks)
+            taken = [part for piece in feeds for part in reader.feed(piece)]
+            taken += [] if reader.over else reader.end(cut=False)
+            assert told(taken) == parts
+            assert reader.over
+            assert marks.spell(reader.rest) == rest
+
+
+def told(parts: list[CallPart]) -> list[str | None]:
+    """The name of one call, its arguments, and its fault."""
+    name, *arguments, closed = parts
+    return [name.name, "".join(map(str, arguments)), closed.fault]  # type: ignore[union-attr]

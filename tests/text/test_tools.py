@@ -77,7 +77,7 @@ from tests.support.tool_calls import (
         pytest.param('{"name":"f" "arguments":{},}', "f", "{}", id="commas"),
         pytest.param('{"name":"f","arguments":}', "f", "{}", id="nothing for arguments"),
         # No JSON object, but the name was sent.
-        pytest.param('{"name":"f","arguments":{"a":True}}', "f", '{"a":True}', id="not JSON"),
+        pytest.param('{"name":"f","arguments":{"a":yes}}', "f", '{"a":yes}', id="not JSON"),
         pytest.param('{"name":"f","arguments":{"a":}}', "f", '{"a":}', id="no value"),
         pytest.param('{"name":"f","arguments":[1, 2]}', "f", "[1, 2]", id="an array"),
         pytest.param('{"name":"f","arguments":12', "f", "12", id="a number, unfinished"),
@@ -111,7 +111,7 @@ def test_calls_in_json(call: str, name: str, arguments: str) -> None:
         pytest.param('{"name": "f\n"}', id="a line end in the name"),
         pytest.param('{"name" "f"}', id="no colon"),
         pytest.param("{name: 'f'}", id="no quotes"),
-        pytest.param('{"arguments": {"a": True}, "name": "f"}', id="arguments not JSON"),
+        pytest.param('{"arguments": {"a": yes}, "name": "f"}', id="arguments not JSON"),
         pytest.param('{"arguments": [1], "name": "f"}', id="arguments an array"),
         pytest.param('{"arguments": {"a": 1}, "name": "f', id="an unclosed name"),
         pytest.param('{"name": "', id="an unclosed name, just begun"),
@@ -165,7 +165,7 @@ def test_what_is_around_calls(text: str, parts: list[str]) -> None:
         pytest.param(
             '{"a":"xEND\nSTART{"name":"g"}END', [("f", '{"a":"x'), ("g", "{}")], id="call"
         ),
-        pytest.param('{"a":"x\nyEND\nb', [("f", '{"a":"x\ny'), "b"], id="line ends before it"),
+        pytest.param('{"a":"x\nyEND\nb', [("f", '{"a":"x\\ny'), "b"], id="line ends before it"),
         pytest.param('{"a":"xENDyEND\nb', [("f", '{"a":"x'), "yEND\nb"], id="two"),
         pytest.param('{"a":"xENDy","b":1END\nb', [("f", '{"a":"xENDy","b":1'), "b"], id="one did"),
         pytest.param(
@@ -308,8 +308,8 @@ def test_a_name_is_sent_when_it_is_complete_and_arguments_as_they_come() -> None
         ([], 0),
         (["f"], 1),
         (["{"], 1),
-        (['"a": "\\'], 1),
-        (['n"'], 1),
+        (['"a": "'], 1),
+        (['\\n"'], 1),
         ([], 1),
         ([], 1),
         (["</tool> "], 1),
