@@ -116,6 +116,7 @@ class AnswerReader(Stage[str, list[OutputPart]]):
         self._frame = frame
         self._marks = marks
         self._offered = calls
+        self._single = calls is not None and not calls.parallel
         self._bound = bound
         self._tokens_only = bound and not thinking
         self._openers: dict[str, str] = {}  # as they are spelled, by how they are shown
@@ -157,8 +158,7 @@ class AnswerReader(Stage[str, list[OutputPart]]):
     def done(self) -> bool:
         """Whether the only call that may be made is over, or an earlier one is made again, so that
         no more need be generated."""
-        only = self._offered is not None and not self._offered.parallel
-        return self._repeated or (only and self.calls > 0 and not self._open)
+        return self._repeated or (self._single and self.calls > 0 and not self._open)
 
     @property
     def reasoning(self) -> bool:
