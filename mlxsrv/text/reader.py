@@ -178,11 +178,12 @@ class AnswerReader(Stage[str, list[OutputPart]]):
     def feed(self, text: str) -> list[OutputPart]:
         """Return the parts that are certain, none of them empty."""
         parts: list[OutputPart] = []
-        if self._plain and self._reader is None and not self._held:
+        still = self._plain and self._reader is None and not self._held
+        same = self._frame.markers is self._framed
+        if still and same and not self._markers.start(text):
             # Nearly all text: it has no marker, and nothing waits for it.
-            if self._frame.markers is self._framed and not self._markers.start(text):
-                self._place(text, parts)
-                return parts
+            self._place(text, parts)
+            return parts
         if text and not self.done:
             self._read(text, parts)
         return parts
