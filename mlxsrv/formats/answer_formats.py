@@ -33,7 +33,8 @@ class FormatWords(NamedTuple):
     thoughts: str | None = None
 
 
-_NO_WORDS = FormatWords()
+FROM_FILES = FormatWords()
+"""The operator has said nothing."""
 
 
 class Evidence(msgspec.Struct, frozen=True):
@@ -182,7 +183,7 @@ _CALLS_BY_FAMILY = {
 _PHI = _Sign("phi4", ["<|tool_call|>"])
 
 
-def detect(evidence: Evidence, words: FormatWords = _NO_WORDS) -> FormatNames:
+def detect(evidence: Evidence, words: FormatWords = FROM_FILES) -> FormatNames:
     """Return the names of a model's formats.
 
     Raises:

@@ -19,6 +19,7 @@ from mlxsrv.errors import InvalidRequest, UnsupportedParameter
 from mlxsrv.prompts.histories import Histories
 from mlxsrv.prompts.messages import Chat, Messages, PlainMessage
 from mlxsrv.prompts.sandbox import TooMuch, run_apart
+from mlxsrv.text.formats import Formats
 
 # End-of-turn tokens by family. Published models often forget to list theirs. So in chats, the
 # marker that the template writes at the end of a turn also counts as an end token.
@@ -38,6 +39,16 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 """Levels of the effort to put into thinking, as clients name them."""
 
 _USUAL_EFFORTS = ("low", "medium", "high")
+_TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "mlxsrv_tool",
+            "description": "mlxsrv",
+            "parameters": {"type": "object", "properties": {}},
+        },
+    }
+]
 _QUESTION: Messages = [{"role": "user", "content": "?"}]
 
 _SCRIPT = Path(__file__).with_name("template_process.py")
@@ -50,11 +61,25 @@ class _Rendered(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
+def template_texts(wrapper: Any) -> Sequence[str]:
+    """Return the texts of a tokenizer's templates, first that for chats with tools; none if they
+    are code.
+
+    Args:
+        wrapper: mlx-lm's tokenizer.
+    """
+    template = wrapper.chat_template
+    named = template if isinstance(template, dict) else {"default": template}
+    texts = (named.get(name) for name in ("tool_use", "default"))
+    return [text for text in texts if isinstance(text, str)]
+
+
 class ChatTemplate:
     """The chat template of one model, if it has any.
 
     Args:
         wrapper: mlx-lm's tokenizer.
+        formats: those of the model.
 
     Attributes:
         takes: whether it takes this value of a variable.
@@ -62,9 +87,11 @@ class ChatTemplate:
             as near the higher one. None: it takes none.
     """
 
-    def __init__(self, wrapper: Any) -> None:
+    def __init__(self, wrapper: Any, formats: Formats) -> None:
         self._wrapper = wrapper
-        self._histories = Histories(self._write)
+        self._texts = template_texts(wrapper)
+        self._histories = Histories(self._write, formats)
+        self._histories_with_tools = Histories(partial(self._write, tools=_TOOLS), formats)
         self.takes = lru_cache(maxsize=16)(self._takes)
         self.nearest_effort = lru_cache(maxsize=16)(self._nearest_effort)
         self._reserved = _RENDERED.union(inspect.signature(self._apply).parameters)
@@ -75,31 +102,13 @@ class ChatTemplate:
 
     @property
     def source(self) -> str | None:
-        """The template's text; None if there is none or it is code."""
-        template = self._wrapper.chat_template if self.exists else None
+        """The template's text; None if there is none, if there are several, or it is code."""
+        template = self._wrapper.chat_template
         return template if isinstance(template, str) else None
-
-    @property
-    def texts(self) -> Sequence[str]:
-        """The texts of all templates, first that for chats with tools; none if it is code."""
-        template = self._wrapper.chat_template if self.exists else None
-        if isinstance(template, dict):
-            named = {name: str(text) for name, text in template.items()}
-            return [named.pop(name) for name in ("tool_use", "default") if name in named]
-        return [template] if isinstance(template, str) else []
-
-    @property
-    def sources(self) -> list[str]:
-        """The texts of all templates; of several the one for tools comes first."""
-        template = self._wrapper.chat_template if self.exists else None
-        if isinstance(template, dict):
-            names = sorted(template, key=lambda name: (name != "tool_use", name != "default"))
-            return [template[name] for name in names]
-        return [template] if isinstance(template, str) else []
 
     def has_variable(self, name: str) -> bool:
         """Whether a variable of this name may stand in the template."""
-        return any(name in text for text in self.texts)
+        return any(name in text for text in self._texts)
 
     def reserved(self, names: Iterable[str]) -> list[str]:
         """Return those of `names` that are parameters of rendering, not variables of a template.
@@ -133,7 +142,8 @@ class ChatTemplate:
                 **chat.variables,
             )
         except Exception as error:  # a template may raise anything
-            forced = self._histories.force(list(chat.messages), partial(self.render_other, chat))
+            histories = self._adapting(tools=bool(chat.tools))
+            forced = histories.force(list(chat.messages), partial(self.render_other, chat))
             if forced is not None:
                 return self.render(msgspec.structs.replace(chat, messages=forced))
             raise InvalidRequest(
@@ -199,9 +209,14 @@ class ChatTemplate:
         tools = None if chat.tools is None else list(chat.tools)
         return self._write(messages, **{**chat.variables, "tools": tools})
 
-    def adapt(self, messages: Messages) -> Messages:
-        """Return messages as the template takes them; see `Histories`."""
-        return self._histories.adapt(messages)
+    def adapt(self, messages: Messages, *, tools: bool = False) -> Messages:
+        """Return messages as the template takes them, beside `tools` or without any."""
+        return self._adapting(tools=tools).adapt(messages)
+
+    def _adapting(self, *, tools: bool) -> Histories:
+        """There may be another template for chats with tools, which takes none without."""
+        several = len(self._texts) > 1 or self._write(_QUESTION) is None
+        return self._histories_with_tools if tools and several else self._histories
 
     def _write(self, messages: Sequence[PlainMessage], **variables: Any) -> str | None:
         """Write messages and the beginning of an answer; None if the template refuses them."""

@@ -19,17 +19,23 @@ import msgspec
 from mlxsrv.prompts.history_changes import (
     MessageChange,
     arguments_as_json,
+    calls_as_text,
     empty_answers_dropped,
     head_to_user,
     heads_joined,
     in_object,
     named_id,
     neighbours_joined,
+    numbered_id,
     one_call_each,
+    orphans_as_text,
+    plain_values,
     reminded,
     short_id,
     text_apart,
     text_as_thoughts,
+    text_in_result,
+    thoughts_in_blocks,
     tools_as_text,
     user_first,
     user_in_result,
@@ -40,6 +46,8 @@ from mlxsrv.prompts.history_changes import (
     without_content,
 )
 from mlxsrv.prompts.messages import Messages, PlainMessage
+from mlxsrv.text.formats import Formats
+from mlxsrv.text.json_calls import HERMES
 
 Writer = Callable[[Sequence[PlainMessage]], str | None]
 """Writes messages by a template; None if the template refuses them."""
@@ -66,15 +74,18 @@ class Histories:
 
     Args:
         write: writes messages by the template.
+        formats: those of the model.
     """
 
-    def __init__(self, write: Writer) -> None:
+    def __init__(self, write: Writer, formats: Formats) -> None:
         self._write = write
+        self._roles = _roles(formats)
+        self._adaptations = (*_calls(formats), *self._roles, *_thoughts(formats))
         self._needed: dict[int, bool] = {}
 
     def adapt(self, messages: Messages) -> Messages:
         """Return the messages as the template takes them, with no more changed than it needs."""
-        return self._adapt(messages, len(ADAPTATIONS))
+        return self._adapt(messages, len(self._adaptations))
 
     def force(self, messages: Messages, write: Writer) -> Messages | None:
         """Return messages that are refused nevertheless with one change after the other, until they
@@ -84,7 +95,7 @@ class Histories:
         Args:
             write: writes messages with all else that the chat has.
         """
-        for roles in (_ROLES[1:], _ROLES):  # tools as text only if nothing else helps
+        for roles in (self._roles[1:], self._roles):  # tools as text only if nothing else helps
             forced = messages
             for adaptation in roles:
                 changed = adaptation.change(forced)
@@ -97,7 +108,7 @@ class Histories:
     def _adapt(self, messages: Messages, first: int) -> Messages:
         """Adapt messages by the `first` adaptations."""
         for number in range(first):
-            changed = ADAPTATIONS[number].change(messages)
+            changed = self._adaptations[number].change(messages)
             if changed != messages and self._needs(number):
                 messages = changed
         return messages
@@ -105,7 +116,7 @@ class Histories:
     def _needs(self, number: int) -> bool:
         """Whether the template writes an adaptation's probe only when it is changed."""
         if number not in self._needed:
-            adaptation = ADAPTATIONS[number]
+            adaptation = self._adaptations[number]
             probe = self._adapt(adaptation.probe, number)
             self._needed[number] = not self._writes(probe, adaptation.shown) and self._writes(
                 adaptation.change(probe), adaptation.kept
@@ -113,11 +124,17 @@ class Histories:
         return self._needed[number]
 
     def _writes(self, messages: Messages, texts: Sequence[str]) -> bool:
+        """Whether the template writes these texts, one behind the other."""
         written = self._write(messages)
         if written is None:
             return False
-        places = [written.find(text) for text in texts]
-        return -1 not in places and places == sorted(places)
+        place = 0
+        for text in texts:
+            found = written.find(text, place)
+            if found < 0:
+                return False
+            place = found + len(text)
+        return True
 
 
 # The adaptations. A later one is given what the earlier ones have made.
@@ -148,8 +165,36 @@ _USER, _OTHER, _ANSWER = _said("user", "one"), _said("user", "two"), _said("assi
 _SYSTEM, _LATE = _said("system", "first"), _said("system", "late")
 _CALL = [_USER, *_called("mlxsrv_a")]
 _TEXT = _called("mlxsrv_a", content="mlxsrv-answer", reasoning_content="mlxsrv-thought")
+_TALK = [_USER, *_TEXT, _said("assistant", "second"), _OTHER]
+_SPOKEN = ["mlxsrv-answer", "mlxsrv_a"]
+_NUMBERS = ['"0"', "mlxsrv_a", '"0"']
+_THOUGHT = ["mlxsrv-thought", "mlxsrv-answer", "mlxsrv_a"]
 
-_CALLS = (
+# Formats in which a value that is no text stands as it is, and must be read as JSON.
+_BARE = frozenset(
+    ("glm", "hy_v3", "longcat", "minicpm5", "minimax_m2", "qwen_xml", "seed_oss"),
+)
+
+
+def _calls(formats: Formats) -> Sequence[Adaptation]:
+    """Return what templates may need to write calls."""
+    name = None if formats.calls is None else formats.calls.name
+    spelled = formats.calls or HERMES
+    return (
+        *_CALLS,
+        *(_NUMBERED if name == "command" else ()),
+        *(_PLAIN if name in _BARE else ()),
+        # LFM2 and Granite 3 write results, and not the calls before them.
+        Adaptation(
+            _CALL,
+            calls_as_text(spelled),
+            ["mlxsrv_a", "mlxsrv-value", "mlxsrv-result-0"],
+            shown=["mlxsrv_a", "mlxsrv-value"],
+        ),
+    )
+
+
+_CALLS: Sequence[Adaptation] = (
     # Kimi K2 writes the id of a call, and its name only in the id.
     Adaptation(_CALL, with_ids(named_id), ["mlxsrv_a"], shown=["mlxsrv_a"]),
     # Mistral refuses other ids.
@@ -173,8 +218,15 @@ _CALLS = (
     ),
     # gpt-oss takes one text beside a call.
     Adaptation([_USER, *_TEXT], text_as_thoughts, ["mlxsrv-thought", "mlxsrv-answer", "mlxsrv_a"]),
+    # Llama 3 and Hermes write the call without the text beside it, Gemma 4 writes the text behind
+    # the result.
+    Adaptation(_TALK, text_apart, _SPOKEN, shown=_SPOKEN),
     # DeepSeek V3 writes the text or the call.
-    Adaptation([_USER, *_TEXT], text_apart, ["mlxsrv-answer", "mlxsrv_a"], shown=["mlxsrv_a"]),
+    Adaptation(
+        _TALK, lambda messages: without_content(text_apart(messages)), _SPOKEN, shown=_SPOKEN
+    ),
+    # Mistral leaves the text out, and wants no second answer in its place.
+    Adaptation(_TALK, text_in_result, ["mlxsrv_a", "mlxsrv-answer"], shown=_SPOKEN),
     # Llama 3 refuses a second call in a message; gpt-oss leaves it out.
     Adaptation(
         [_USER, *_called("mlxsrv_a", "mlxsrv_b")],
@@ -184,9 +236,43 @@ _CALLS = (
     ),
 )
 
-_ROLES = (
-    # Gemma 3 knows no tools.
-    Adaptation([*_CALL, _ANSWER, _OTHER], tools_as_text, ["mlxsrv_a", "mlxsrv-result-0"]),
+_NUMBERED = (
+    # Command R7B counts calls, and wants the numbers at results.
+    Adaptation(
+        _CALL, with_ids(numbered_id), ['"0"', "mlxsrv_a", '"0"'], shown=['"0"', "mlxsrv_a", '"0"']
+    ),
+)
+
+_PLAIN = (
+    # Qwen3.5, Nemotron 3 and Step write True and None, and Seed-OSS all objects as Python does.
+    Adaptation(
+        [_USER, *_called("mlxsrv_a", arguments={"mlxsrv-a": True, "mlxsrv-b": None})],
+        with_arguments(plain_values),
+        ["mlxsrv-a", "true", "mlxsrv-b", "null"],
+        shown=["mlxsrv-a", "true", "mlxsrv-b", "null"],
+    ),
+    Adaptation(
+        [_USER, *_called("mlxsrv_a", arguments={"mlxsrv-a": {"mlxsrv-b": "mlxsrv-c"}})],
+        with_arguments(plain_values),
+        ['"mlxsrv-b"', '"mlxsrv-c"'],
+        shown=['"mlxsrv-b"', '"mlxsrv-c"'],
+    ),
+)
+
+
+def _roles(formats: Formats) -> Sequence[Adaptation]:
+    """Return what templates may need to take the roles of messages."""
+    # Gemma 3 knows no tools, and Phi 3.5 leaves out what it does not know.
+    tools = Adaptation(
+        [*_CALL, _ANSWER, _OTHER],
+        tools_as_text(formats.calls or HERMES),
+        ["mlxsrv_a", "mlxsrv-result-0"],
+        shown=["mlxsrv_a", "mlxsrv-result-0"],
+    )
+    return (tools, *_ROLES)
+
+
+_ROLES: Sequence[Adaptation] = (
     # Qwen3.5 takes one system message, at the beginning.
     Adaptation(
         [_SYSTEM, _LATE, _USER],
@@ -194,8 +280,20 @@ _ROLES = (
         ["mlxsrv-first", "mlxsrv-late", "mlxsrv-one"],
         shown=["mlxsrv-first", "mlxsrv-late", "mlxsrv-one"],
     ),
-    # Gemma 2 takes none.
-    Adaptation([_SYSTEM, _USER], head_to_user, ["mlxsrv-first", "mlxsrv-one"]),
+    # Gemma 2 takes none, and Mistral Nemo moves it from one message of the user's to the next.
+    Adaptation(
+        [_SYSTEM, _USER, _ANSWER, _OTHER],
+        head_to_user,
+        ["mlxsrv-first", "mlxsrv-one"],
+        shown=["mlxsrv-first", "mlxsrv-one"],
+    ),
+    # Gemma 4 writes results with their calls only.
+    Adaptation(
+        [_said("tool", "lost"), _USER],
+        orphans_as_text,
+        ["mlxsrv-lost", "mlxsrv-one"],
+        shown=["mlxsrv-lost", "mlxsrv-one"],
+    ),
     # Some templates refuse late ones, some leave them out, and some move them to the front, which
     # changes the prompt of all turns before them.
     Adaptation(
@@ -224,4 +322,13 @@ _ROLES = (
     Adaptation([*_CALL, _OTHER], user_in_result, ["mlxsrv-result-0", "mlxsrv-two"]),
 )
 
-ADAPTATIONS: Sequence[Adaptation] = (*_CALLS, *_ROLES)
+
+def _thoughts(formats: Formats) -> Sequence[Adaptation]:
+    """Return what templates may need to write thoughts."""
+    return _BLOCKS if formats.thoughts.name == "mistral" else ()
+
+
+_BLOCKS = (
+    # Ministral 3 takes thoughts among the blocks of the content.
+    Adaptation([_USER, *_TEXT], thoughts_in_blocks, _THOUGHT, shown=_THOUGHT),
+)

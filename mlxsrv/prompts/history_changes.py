@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from mlxsrv.prompts.messages import Messages, PlainMessage
+from mlxsrv.text.calls import CallFormat, WrittenCall
 
 MessageChange = Callable[[Messages], Messages]
 
@@ -61,6 +62,18 @@ arguments_as_json = with_arguments(_as_json)
 def in_object(arguments: Any) -> Any:
     """Put the text that a model wrote in place of an object into an object."""
     return {"arguments": arguments} if isinstance(arguments, str) else arguments
+
+
+def plain_values(arguments: Any) -> Any:
+    """Give values that Python does not write as JSON the text that they have in JSON."""
+    if not isinstance(arguments, dict):
+        return arguments
+    return {key: _plain_value(value) for key, value in arguments.items()}
+
+
+def _plain_value(value: Any) -> Any:
+    plain = isinstance(value, str | int | float) and not isinstance(value, bool)
+    return value if plain else json.dumps(value, ensure_ascii=False)
 
 
 def _turns(messages: Messages) -> Iterator[tuple[PlainMessage, Messages]]:
@@ -122,9 +135,18 @@ def short_id(call: dict[str, Any], number: int) -> str:
     return id if _SHORT_ID.match(id) else hashlib.sha256(id.encode()).hexdigest()[:9]
 
 
+_NAMED_ID = re.compile(r"functions\..+:\d+\Z")
+
+
 def named_id(call: dict[str, Any], number: int) -> str:
     """The id in which Kimi's templates look for the name of the function."""
-    return f"functions.{call['function']['name']}:{number}"
+    id = str(call.get("id"))
+    return id if _NAMED_ID.match(id) else f"functions.{call['function']['name']}:{number}"
+
+
+def numbered_id(call: dict[str, Any], number: int) -> str:
+    """The place of the call in the chat, as Command's templates count."""
+    return str(number)
 
 
 def without_content(messages: Messages) -> Messages:
@@ -152,8 +174,21 @@ def text_apart(messages: Messages) -> Messages:
     for message in messages:
         if _calls(message) and _text(message):
             changed.append({name: message[name] for name in message if name != "tool_calls"})
-            message = {"role": "assistant", "content": _NULL, "tool_calls": message["tool_calls"]}
+            message = {"role": "assistant", "content": "", "tool_calls": message["tool_calls"]}
         changed.append(message)
+    return changed
+
+
+def text_in_result(messages: Messages) -> Messages:
+    """Put the text beside calls into the result of the first."""
+    changed: Messages = []
+    for first, results in _turns(messages):
+        if _calls(first) and _text(first) and results:
+            said = f"<assistant-message>\n{_text(first)}\n</assistant-message>"
+            first = {**first, "content": ""}
+            text = _joined_text([said, _text(results[0])])
+            results = [{**results[0], "content": text}, *results[1:]]
+        changed += [first, *results]
     return changed
 
 
@@ -176,20 +211,63 @@ def one_call_each(messages: Messages) -> Messages:
     return changed
 
 
-def tools_as_text(messages: Messages) -> Messages:
-    """Write calls and results as text, in the form that most models know."""
+def calls_as_text(calls: CallFormat) -> MessageChange:
+    """Return a change that writes calls into the text beside them, as the model writes them."""
+
+    def change(messages: Messages) -> Messages:
+        changed: Messages = []
+        for message in messages:
+            if written := _calls(message):
+                spelled = calls.spell([*map(_written, written)])
+                message = {name: message[name] for name in message if name != "tool_calls"}
+                message["content"] = _joined_text([_text(message), spelled])
+            changed.append(message)
+        return changed
+
+    return change
+
+
+def _written(call: dict[str, Any]) -> WrittenCall:
+    function = call["function"]
+    return WrittenCall(function["name"], in_object(function["arguments"]), str(call.get("id", "")))
+
+
+def tools_as_text(calls: CallFormat) -> MessageChange:
+    """Return a change that writes calls and results as text."""
+    spelled = calls_as_text(calls)
+    return lambda messages: [
+        _result_as_text(message) if message["role"] == "tool" else message
+        for message in spelled(messages)
+    ]
+
+
+def _result_as_text(result: PlainMessage) -> PlainMessage:
+    text = f"<tool_response>\n{result['content']}\n</tool_response>"
+    return {"role": "user", "content": text}
+
+
+def orphans_as_text(messages: Messages) -> Messages:
+    """Write results as text that no call comes before."""
+    changed: Messages = []
+    for first, results in _turns(messages):
+        if first["role"] == "tool":
+            first = _result_as_text(first)
+        if not _calls(first):
+            results = [*map(_result_as_text, results)]
+        changed += [first, *results]
+    return changed
+
+
+def thoughts_in_blocks(messages: Messages) -> Messages:
+    """Put the thoughts before a text and the text into blocks."""
     changed: Messages = []
     for message in messages:
-        if _calls(message):
-            calls = [
-                f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>"
-                for call in message["tool_calls"]
-            ]
-            message = {name: message[name] for name in message if name != "tool_calls"}
-            message["content"] = _joined_text([_text(message), *calls])
-        elif message["role"] == "tool":
-            text = f"<tool_response>\n{message['content']}\n</tool_response>"
-            message = {"role": "user", "content": text}
+        if message["role"] == "assistant" and (thoughts := message.get("reasoning_content")):
+            text = _text(message)
+            blocks = [{"type": "thinking", "thinking": thoughts}]
+            blocks += [{"type": "text", "text": text}] if text else []
+            message = {**message, "content": blocks}
+            del message["reasoning_content"]
         changed.append(message)
     return changed
 

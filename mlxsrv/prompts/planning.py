@@ -134,7 +134,7 @@ def _make_chat(
             param=path,
         )
     variables, ignored = _variables(spec, asked, tokenizer)
-    messages = _messages(asked, tokenizer)
+    messages = _messages(asked, tokenizer, tools=bool(tools))
     chat = Chat(
         messages=messages,
         variables=variables,
@@ -171,9 +171,11 @@ def _offered(asked: ChatPrompt, tokenizer: Tokenizer) -> Sequence[ToolSpec]:
     return [tool for tool in asked.tools if tool.name in choice.only]
 
 
-def _messages(asked: ChatPrompt, tokenizer: Tokenizer) -> Messages:
+def _messages(asked: ChatPrompt, tokenizer: Tokenizer, *, tools: bool) -> Messages:
     messages = [plain_message(message) for message in asked.messages]
-    return tokenizer.chat_template.adapt(messages) if asked.template is None else messages
+    if asked.template is not None:
+        return messages
+    return tokenizer.chat_template.adapt(messages, tools=tools)
 
 
 def _variables(

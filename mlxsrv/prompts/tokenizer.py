@@ -11,12 +11,18 @@ import msgspec
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_tokenizer
 
-from mlxsrv.formats.answer_formats import Evidence, FormatWords, detect, find_ends
+from mlxsrv.formats.answer_formats import (
+    FROM_FILES,
+    Evidence,
+    FormatWords,
+    detect,
+    find_ends,
+)
 from mlxsrv.formats.capabilities import OF_TOKENIZERS
 from mlxsrv.formats.infill import find_family
 from mlxsrv.generation.parameters import Constraint, Grammar
 from mlxsrv.logs import log
-from mlxsrv.prompts.chat_template import ChatTemplate
+from mlxsrv.prompts.chat_template import ChatTemplate, template_texts
 from mlxsrv.prompts.checkpoints import CheckpointFinder
 from mlxsrv.prompts.encoding import TextEncoder, TokenBudget, Truncation
 from mlxsrv.prompts.grammars.calls import CallConstraint
@@ -30,7 +36,7 @@ from mlxsrv.prompts.model_defaults import (
 )
 from mlxsrv.prompts.token_texts import TokenTexts
 from mlxsrv.prompts.tokenizer_steps import mend_decoder
-from mlxsrv.text.formats import Formats, formats_of
+from mlxsrv.text.formats import formats_of
 from mlxsrv.text.marks import Marks
 from mlxsrv.text.pipeline import TextPipeline
 from mlxsrv.text.reader import AnswerReader, OfferedCalls
@@ -76,8 +82,8 @@ class Tokenizer:
         grammars: compiles grammars for answers.
         formats: those of its thoughts and calls.
         marks: the markers of these.
-        turn_ends: tokens that end an answer in a chat: `end_tokens`, and the one that the chat
-            template ends turns with.
+        turn_ends: tokens that end an answer in a chat: `end_tokens`, those of the model's formats,
+            and the one that the chat template ends turns with.
         vocabulary: the width of the model's logits.
         context: tokens of prompt and answer together, or None; set by the pool.
         marks_checkpoints: prompts tell their `checkpoints`. The pool turns it off for models whose
@@ -94,7 +100,7 @@ class Tokenizer:
         folder: Path,
         *,
         trust_remote_code: bool = False,
-        words: FormatWords | None = None,
+        words: FormatWords = FROM_FILES,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         config = read_config(folder / "config.json")
@@ -105,18 +111,18 @@ class Tokenizer:
         backend = getattr(self._wrapper._tokenizer, "backend_tokenizer", None)
         mended = backend is not None and mend_decoder(backend)
         self._encoder = TextEncoder(self._wrapper._tokenizer, check)
-        self.chat_template = ChatTemplate(self._wrapper)
-        self.end_tokens = find_end_tokens(self._wrapper.eos_token_ids, config, generation)
         vocabulary = self.ids_by_name
         evidence = Evidence(
             vocabulary=vocabulary,
-            templates=self.chat_template.sources,
+            templates=template_texts(self._wrapper),
             settings=read_config(folder / "tokenizer_config.json"),
             config=config,
         )
+        self.formats = formats_of(detect(evidence, words))
+        self.chat_template = ChatTemplate(self._wrapper, self.formats)
+        self.end_tokens = find_end_tokens(self._wrapper.eos_token_ids, config, generation)
         ends = (vocabulary[name] for name in find_ends(evidence))
         self.turn_ends = self.end_tokens.union(self.chat_template.turn_ends(), ends)
-        self.formats: Formats = formats_of(detect(evidence, words or FormatWords()))
         calls, thoughts = self.formats.calls, self.formats.thoughts
         called = () if calls is None else calls.marks
         self.marks = Marks([*thoughts.marks, *called], vocabulary)

@@ -14,7 +14,6 @@ from mlx_lm.utils import load_tokenizer
 from mlxsrv.errors import InvalidRequest, UnsupportedParameter
 from mlxsrv.formats.model_folder import describe_model
 from mlxsrv.prompts import sandbox
-from mlxsrv.prompts.chat_template import ChatTemplate
 from mlxsrv.prompts.encoding import Truncation
 from mlxsrv.prompts.messages import Chat
 from mlxsrv.prompts.tokenizer import Tokenizer
@@ -146,7 +145,7 @@ def test_a_clients_template_that_takes_too_much_is_refused(
     """Also in one operation. The model's own may take as long as it likes."""
     if "memory" not in reason:  # which must not end for its time
         monkeypatch.setattr(sandbox, "_SECONDS", 2)
-    template = ChatTemplate(load_tokenizer(folder))
+    template = Tokenizer(folder).chat_template
     with pytest.raises(InvalidRequest, match=reason) as error:
         template.render(Chat(messages=HELLO, template=endless))
     assert error.value.param == "chat_template"
@@ -170,7 +169,7 @@ def test_a_clients_template_writes_what_the_models_own_would(folder: Path, chat:
         {"role": "assistant", "content": "I was "},
     ]
     change(folder / "tokenizer_config.json", chat_template=EVERYTHING)
-    template = ChatTemplate(load_tokenizer(folder))
+    template = Tokenizer(folder).chat_template
     own = template.render(Chat(messages=messages, **chat))
     assert template.render(Chat(messages=messages, template=EVERYTHING, **chat)) == own
     assert "😀" in own
