@@ -134,16 +134,16 @@ class TextPipeline(Stage[Sequence[int], list[OutputPart]]):
     def _pass(self, source: Iterable[OutputPart], parts: list[OutputPart]) -> None:
         """Append parts, and content as far as stop strings let it pass."""
         for part in source:
-            if isinstance(part, ToolOpened | ToolArguments) or part[0] != CONTENT:
+            if not isinstance(part, tuple):
                 self.calls += isinstance(part, ToolOpened)
                 parts.append(part)
-                continue
-            parts.extend(
-                _content(part[1] if self._stops is None else self._scan(self._stops, part[1]))
-            )
-            if self._stops is not None and self._stops.matched is not None:
-                self.stopped = True
-                return
+            elif self._stops is None or part[0] != CONTENT:
+                parts.append(part)
+            else:
+                parts.extend(_content(self._scan(self._stops, part[1])))
+                if self._stops.matched is not None:
+                    self.stopped = True
+                    return
         self.stopped = self._reader is not None and self._reader.done
 
     def _scan(self, stops: StopStrings, text: str) -> str:

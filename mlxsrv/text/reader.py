@@ -116,6 +116,7 @@ class AnswerReader(Stage[str, list[OutputPart]]):
         self._frame = frame
         self._marks = marks
         self._offered = calls
+        self._single = calls is not None and not calls.parallel
         self._bound = bound
         self._tokens_only = bound and not thinking
         self._openers: dict[str, str] = {}  # as they are spelled, by how they are shown
@@ -126,6 +127,8 @@ class AnswerReader(Stage[str, list[OutputPart]]):
         self._stray = frozenset(marks.tokens.values())
         self._framed: Sequence[str] = ()
         self._markers = Scanner([])
+        leading = calls is not None and calls.format.leading
+        self._plain = not bound and not leading  # text without a marker decides nothing
         self._begun = False  # content has begun
         self._settled = False  # a bound answer's content has begun, so no marker follows
         self._held = ""  # may be the beginning of a marker
@@ -155,8 +158,7 @@ class AnswerReader(Stage[str, list[OutputPart]]):
     def done(self) -> bool:
         """Whether the only call that may be made is over, or an earlier one is made again, so that
         no more need be generated."""
-        only = self._offered is not None and not self._offered.parallel
-        return self._repeated or (only and self.calls > 0 and not self._open)
+        return self._repeated or (self._single and self.calls > 0 and not self._open)
 
     @property
     def reasoning(self) -> bool:
@@ -176,6 +178,12 @@ class AnswerReader(Stage[str, list[OutputPart]]):
     def feed(self, text: str) -> list[OutputPart]:
         """Return the parts that are certain, none of them empty."""
         parts: list[OutputPart] = []
+        still = self._plain and self._reader is None and not self._held
+        same = self._frame.markers is self._framed
+        if still and same and not self._markers.start(text):
+            # Nearly all text: it has no marker, and nothing waits for it.
+            self._place(text, parts)
+            return parts
         if text and not self.done:
             self._read(text, parts)
         return parts
@@ -220,7 +228,7 @@ class AnswerReader(Stage[str, list[OutputPart]]):
             return self._begin_leading(text)
         self._place(text[:start], parts)
         if self._bound and self._begun and self.calls == 0 and not self._settled:
-            self._settled = True
+            self._settled = self._plain = True
             self._find_markers()
             return text[start:]
         if found is None:
@@ -284,6 +292,7 @@ class AnswerReader(Stage[str, list[OutputPart]]):
 
     def _begin_leading(self, text: str) -> str:
         self._begun = True
+        self._plain = not self._bound
         body = text.lstrip()
         self._begin_block(text[: len(text) - len(body)], "")
         return body
@@ -308,10 +317,17 @@ class AnswerReader(Stage[str, list[OutputPart]]):
     def _place(self, text: str, parts: list[OutputPart]) -> None:
         if not text:
             return
-        if body := text.rstrip(" \t"):
-            self._line = body[-1] == "\n"
-        for piece in self._frame.place(text):
-            self._put(piece, parts)
+        pieces = self._frame.place(text)
+        if self._offered is None:
+            parts += pieces
+            self._begun = self._begun or (
+                self._bound and any(each[0] == CONTENT for each in pieces)
+            )
+        else:
+            if body := text.rstrip(" \t"):
+                self._line = body[-1] == "\n"
+            for piece in pieces:
+                self._put(piece, parts)
 
     def _put(self, piece: Piece, parts: list[OutputPart]) -> None:
         """Append a piece, but for whitespace that is dropped if a call follows."""
@@ -450,9 +466,11 @@ class AnswerReader(Stage[str, list[OutputPart]]):
     def _close_call(self, parts: list[OutputPart]) -> None:
         """Give the rest of an opened call, or drop it if it is the same as an earlier one."""
         self._open = False
+        self._plain = self._plain and not self.done
         call = "".join([self._name, "\n", *self._arguments])
         if call in self._alike and self.calls - 1 not in self.broken:
             self._repeated = True
+            self._plain = False
             self._waiting.clear()
             self.calls -= 1
             return

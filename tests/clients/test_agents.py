@@ -8,7 +8,6 @@ what a model is made with; `make test-clients` installs the agents.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -22,8 +21,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.support.scripted import AFTER_TOOL, write_conversation
+from mlxsrv.text.calls import WrittenCall
+from mlxsrv.text.formats import CALLS, THOUGHTS
+from tests.support.scripted import AFTER_TOOL
 from tests.support.serving import Line, Server, environment, serving
+from tests.support.tiny import CHAT_TEMPLATE
+from tests.support.turns import write_turns
 
 AGENTS = Path(__file__).with_name("agents") / "node_modules" / ".bin"
 
@@ -137,21 +140,43 @@ class Run(msgspec.Struct, frozen=True):
     prompts: list[int]
 
 
-def written(call: Call) -> str:
-    name, arguments = call
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+class Format(msgspec.Struct, frozen=True):
+    """The way in which a model writes.
+
+    Attributes:
+        name: of its calls.
+        thoughts: the name of its format of thoughts.
+        said: text around an answer that calls no tool.
+    """
+
+    name: str = "hermes"
+    thoughts: str = "none"
+    said: tuple[str, str] = ("", "")
+
+    def call(self, call: Call) -> str:
+        name, arguments = call
+        return CALLS[self.name].spell([WrittenCall(name, arguments)])
+
+    def answer(self, text: str) -> str:
+        return text.join(self.said)
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return (*CALLS[self.name].marks, *THOUGHTS[self.thoughts].marks)
 
 
-def scripts(agent: Agent, file: Path) -> dict[str, str]:
+def scripts(agent: Agent, file: Path, format: Format) -> dict[str, str]:
     """Each turn depends on what the one before has brought."""
     results = "(messages | selectattr('role', 'equalto', 'tool') | list | length)"
     return {
-        "not tools": "A title",
-        f"{AFTER_TOOL} and {results} == 1 and 'blue' not in messages[-1].content": UNREAD,
-        f"{AFTER_TOOL} and {results} == 1": written(agent.change(file)),
-        f"{AFTER_TOOL} and 'rror' in messages[-1].content": UNCHANGED,
-        AFTER_TOOL: ANSWER,
-        "true": written(agent.read(file)),
+        "not tools": format.answer("A title"),
+        f"{AFTER_TOOL} and {results} == 1 and 'blue' not in messages[-1].content": format.answer(
+            UNREAD
+        ),
+        f"{AFTER_TOOL} and {results} == 1": format.call(agent.change(file)),
+        f"{AFTER_TOOL} and 'rror' in messages[-1].content": format.answer(UNCHANGED),
+        AFTER_TOOL: format.answer(ANSWER),
+        "true": format.call(agent.read(file)),
     }
 
 
@@ -189,7 +214,7 @@ def metric(server: Server, name: str) -> float:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[Callable[[Agent], Run]]:
+def run(tmp_path: Path) -> Iterator[Callable[[Agent, Format], Run]]:
     """Runs an agent that knows nothing but its own home, the file, and the server."""
     if shutil.which("node") is None or not (AGENTS / "codex").exists():
         pytest.skip("the agents are not installed: `make test-clients` does it where npm is there")
@@ -206,13 +231,18 @@ def run(tmp_path: Path) -> Iterator[Callable[[Agent], Run]]:
     proxies = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
     servers: list[Any] = []
 
-    def run(agent: Agent) -> Run:
+    def run(agent: Agent, format: Format) -> Run:
         folder = tmp_path / "server"
-        model = write_conversation(
-            folder / "model", scripts(agent, file), max_position_embeddings=CONTEXT
+        model = write_turns(
+            folder / "model",
+            scripts(agent, file, format),
+            template=CHAT_TEMPLATE,
+            markers=format.markers,
+            context=CONTEXT,
         )
-        options = ("--model", f"scripted={model}", "--api-key", KEY)
-        servers.append(serving(folder, *options, "--metrics"))
+        options = ("--model", f"scripted={model}", "--api-key", KEY, "--trust-remote-code")
+        formats = ("--tool-format", format.name, "--thinking-format", format.thoughts)
+        servers.append(serving(folder, *options, *formats, "--metrics"))
         server: Server = servers[-1].__enter__()
         connect = [sys.executable, "-m", "mlxsrv", "connect", agent.client, *options]
         subprocess.run(
@@ -239,13 +269,27 @@ def run(tmp_path: Path) -> Iterator[Callable[[Agent], Run]]:
             server.__exit__(None, None, None)
 
 
+JSON = Format()
+HARMONY = Format("harmony", "harmony", ("<|channel|>final<|message|>", ""))
+
+
 @pytest.mark.parametrize(
-    "agent", [CODEX, OPENCODE, CLAUDE, CONTINUE, QWEN_CODE], ids=lambda agent: agent.client
+    ("agent", "format"),
+    [
+        *((agent, JSON) for agent in (CODEX, OPENCODE, CLAUDE, CONTINUE, QWEN_CODE)),
+        (CODEX, Format("qwen_xml")),
+        (OPENCODE, Format("glm")),
+        (CLAUDE, HARMONY),
+        (QWEN_CODE, Format("gemma4", "gemma4")),
+        (OPENCODE, Format("mistral_args")),
+        (CODEX, HARMONY),
+    ],
+    ids=lambda each: getattr(each, "client", getattr(each, "name", None)),
 )
 def test_an_agent_reads_a_file_changes_it_and_answers(
-    agent: Agent, run: Callable[[Agent], Run]
+    agent: Agent, format: Format, run: Callable[[Agent, Format], Run]
 ) -> None:
-    done = run(agent)
+    done = run(agent, format)
     assert done.file == "The colour is green.\n", done.output
     assert ANSWER in done.output
     assert len(done.requests) >= 3

@@ -33,8 +33,8 @@ class Model(nn.Module):
         self.args = args
         self.model_type = args.model_type
         self.layers = [nn.Identity()]
-        self.texts = mx.zeros((1, 1))  # token ids, one text a row
-        self.heads = mx.zeros((1,))  # the token that names each text
+        self.texts = mx.zeros(SHAPE)  # token ids, one text a row
+        self.heads = mx.zeros(SHAPE[:1])  # the token that names each text
 
     def __call__(self, inputs, cache=None, input_embeddings=None):
         offset = 0 if cache is None else cache[0].offset
@@ -114,7 +114,7 @@ def write_turns(
         "model_file": "own.py",
     }
     (folder / "config.json").write_text(json.dumps(config), "utf-8")
-    (folder / "own.py").write_text(_CODE, "utf-8")
+    (folder / "own.py").write_text(f"{_CODE}\n\nSHAPE = {table.shape}\n", "utf-8")
     weights = {"texts": mx.array(table), "heads": mx.array(np.array(named, dtype=np.float32))}
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
     return folder

@@ -1,0 +1,95 @@
+"""Every format of calls, over HTTP: all dialects say the same, streamed and whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+import mlxsrv
+from mlxsrv.text.calls import WrittenCall
+from mlxsrv.text.formats import CALLS, THOUGHTS
+from tests.support.tiny import CHAT_TEMPLATE
+from tests.support.turns import write_turns
+from tests.web.dialects.asking import DIALECTS
+from tests.web.dialects.spoken import Tool, asking
+
+WRITE = Tool(
+    "write",
+    "Write a file",
+    {
+        "type": "object",
+        "properties": {
+            "path": {"type": "string"},
+            "text": {"type": "string"},
+            "mode": {"type": "integer"},
+            "tags": {"type": "array", "items": {"type": "string"}},
+            "more": {"type": "object", "properties": {"deep": {"type": "boolean"}}},
+        },
+        "required": ["path", "text"],
+    },
+)
+NOW = Tool("now", "The time", {"type": "object", "properties": {}})
+ARGUMENTS: dict[str, Any] = {
+    "path": "a b/ü.py",
+    "text": "def f(x):\n    return \"x\" if x < 1 else 'y'  # 007\n",
+    "mode": 420,
+    "tags": ["x", "é"],
+    "more": {"deep": True},
+}
+CALLED = [WrittenCall("write", ARGUMENTS), WrittenCall("now", {})]
+
+BEFORE = {
+    "harmony": "<|channel|>commentary<|message|>I write.<|end|><|start|>assistant",
+    "kimi_k3": "<|open|>response<|sep|>I write.<|close|>response<|sep|>",
+    "muse": " to=user<|message|>I write.<|eom|><|start|>assistant",
+}
+"""The text before calls, where it is a message or a channel of its own."""
+
+NO_TEXT = {"llama_json", "mistral_list"}
+"""Formats in which an answer is text or calls."""
+
+ONE = {"harmony", "llama_json", "granite", "gigachat"}
+"""Formats in which an answer makes one call, or has no word for several."""
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
+    folder = tmp_path_factory.mktemp("formats")
+    models, calls, thoughts = [], [], []
+    for name, format in CALLS.items():
+        frame = THOUGHTS.get(name, THOUGHTS["none"])
+        said = "" if name in NO_TEXT else BEFORE.get(name, "I write.")
+        called = CALLED[:1] if name in ONE else CALLED
+        path = write_turns(
+            folder / name,
+            {"true": said + format.spell(called)},
+            template=CHAT_TEMPLATE,
+            markers=[*format.marks, *frame.marks],
+        )
+        models.append(f"{name}={path}")
+        calls.append(f"{name}={name}")
+        thoughts.append(f"{name}={frame.name}")
+    settings = mlxsrv.Settings(
+        model=tuple(models),
+        tool_format=tuple(calls),
+        thinking_format=tuple(thoughts),
+        hf_cache=False,
+        trust_remote_code=True,
+    )
+    with TestClient(mlxsrv.create_app(settings)) as client:
+        yield client
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_in_each_format_is_the_same_in_all_dialects(client: TestClient, name: str) -> None:
+    called = CALLED[:1] if name in ONE else CALLED
+    asked = asking("Write it.", model=name, tools=[WRITE, NOW], limit=1000)
+    for spoken in DIALECTS.values():
+        for said in (spoken.ask(client, asked), spoken.stream(client, asked)):
+            assert said.text == ("" if name in NO_TEXT else "I write."), spoken.name
+            calls = [(call.name, call.arguments) for call in said.calls]
+            assert calls == [(call.name, call.arguments) for call in called], spoken.name
+            assert (said.finish, said.thoughts) == ("tool_calls", "")
