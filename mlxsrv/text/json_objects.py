@@ -84,7 +84,6 @@ class JsonCall:
                 continue
             doubted = value.doubted
             at = value.advance(text, at)
-            self._keep(value)
             if value.complete:
                 self._finish(value)
             elif value.refuted:
@@ -95,7 +94,7 @@ class JsonCall:
 
     def pop_arguments(self) -> str:
         """Return the text of the arguments since the last call of this method."""
-        if self.doubted:
+        if not self._unsent or self.doubted:
             return ""
         text = "".join(self._unsent)
         self._unsent.clear()
@@ -130,8 +129,7 @@ class JsonCall:
                     self._role = "key"
                 elif self._role == "call":  # {"type": "function", "function": "f", ...}
                     self._role = "name" if self.name is None else "other"
-                named = self._role in ("key", "name")
-                self._value = JsonValue(found[0], open=self._only_arguments, strict=named)
+                self._value = self._begin_value(found[0])
                 self._begun = self._begun or self._role == "arguments"
                 return found.start()
             case _:
@@ -139,12 +137,15 @@ class JsonCall:
                 return found.start()
         return found.end()
 
-    def _keep(self, value: JsonValue) -> None:
-        text = value.pop()
-        if self._role == "arguments" and value.first == "{":
-            self._unsent.append(text)
+    def _begin_value(self, first: str) -> JsonValue:
+        """Begin a value, whose text goes where its role has it."""
+        out: list[str] = []
+        if self._role == "arguments" and first == "{":
+            out = self._unsent
         elif self._role != "other":
-            self._held.append(text)
+            out = self._held
+        named = self._role in ("key", "name")
+        return JsonValue(first, out, open=self._only_arguments, strict=named)
 
     def _finish(self, value: JsonValue) -> None:
         self._value = None
@@ -188,9 +189,8 @@ class JsonCall:
     def _begin_name(self) -> None:
         """Take the end of a key for the beginning of its value, as in `{"name="f"`."""
         self._role = "name"
-        self._value = JsonValue('"', strict=True)
+        self._value = self._begin_value('"')
         self._value.advance('"', 0)
-        self._keep(self._value)
 
     def _settle(self) -> None:
         """Give the held arguments: the object inside a string, or the text as written."""

@@ -14,6 +14,9 @@ SPACE = " \t\r\n"
 # Dropped behind an object. Small models write too many brackets.
 LEFTOVERS = SPACE + ",;}"
 
+_FUNCTION, _END_FUNCTION = "<function>", "</function>"
+_LONGEST = 256  # characters of a name
+
 
 class JsonReader(CallReader):
     """Reads a block of calls. A subclass reads what stands between them, and begins each.
@@ -67,9 +70,10 @@ class JsonReader(CallReader):
 
     def _read(self, call: JsonCall) -> bool:
         """Read a call, up to its end or an end marker."""
-        text = self._text
-        found = self._ends.search(text) if self._ends.start(text) else None
-        limit = found[0] if found else len(text) - self._ends.held(text)
+        text, found, limit = self._text, None, len(self._text)
+        if self._ends.start(text):
+            found = self._ends.search(text)
+            limit = found[0] if found else limit - self._ends.held(text)
         at = call.parse(text[:limit])
         self._text = text[at:]
         self._tell(call)
@@ -161,11 +165,13 @@ class ObjectsReader(JsonReader):
         if self._take_one(self._closers):
             self.over = self.closed > 0
             self.refused = not self.over
-        elif self._waits([*self._closers, "```json", "```"]):
+        elif self._waits([*self._closers, "```json", "```", _FUNCTION]):
             return False
         elif text.startswith("```") and self._fenced != (self.closed == 0):
             self._take(7 if text.startswith("```json") else 3)
             self._fenced = True
+        elif text.startswith(_FUNCTION) and self._closers:
+            return self._read_function()
         elif text[0] == "{":
             self._call = JsonCall(single=self._single, wary=self._known is not None)
         elif text[0] == "[" and not self._listed and not self.closed:
@@ -183,6 +189,17 @@ class ObjectsReader(JsonReader):
     def _end_between(self, cut: bool) -> None:
         self._text = ""
         self.refused = self.closed == 0
+
+    def _read_function(self) -> bool:
+        """Read a name between tags, behind which only the arguments stand."""
+        size = self._text.find(_END_FUNCTION)
+        name = self._text[len(_FUNCTION) : size].strip()
+        if size < 0 or not name:
+            self.refused = size >= 0 or len(self._text) > _LONGEST
+            return False
+        self._take(size + len(_END_FUNCTION))
+        self._call = JsonCall(name)
+        return True
 
     def _take_one(self, texts: Iterable[str]) -> bool:
         """Take one of these from the front of the text; return whether it was there."""

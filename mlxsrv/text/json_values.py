@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import re
 
-_IN_STRING = {'"': re.compile(r'["\\\x00-\x1f]'), "'": re.compile(r"""['"\\\x00-\x1f]""")}
+# The longest text of a string that is as JSON has it, by the sign that ends the string.
+_SOUND = {
+    '"': re.compile(r'[^"\\\x00-\x1f]*(?:\\["\\/bfnrtu][^"\\\x00-\x1f]*)*'),
+    "'": re.compile(r"""[^'"\\\x00-\x1f]*(?:\\["\\/bfnrtu][^'"\\\x00-\x1f]*)*"""),
+}
 _OUTSIDE = re.compile(r"""["'{}\[\],TFN]""")
 _AFTER_SCALAR = re.compile(r"[\s,}]")
 _AFTER_WORD = re.compile(r"[^A-Za-z]")
@@ -17,7 +21,7 @@ _AFTER_STRING = " \t\r\n,:}]"
 
 
 class JsonValue:
-    """Finds the end of a value that arrives in pieces, and gives its text as JSON.
+    """Finds the end of a value that arrives in pieces, and writes its text as JSON.
 
     It only tells strings from brackets, and does not check that the rest is JSON. Some of what
     models write in place of JSON is clear, and given as JSON: strings in single quotes, line ends
@@ -25,6 +29,7 @@ class JsonValue:
 
     Args:
         first: the value's first character, which is read again.
+        out: its text as JSON is appended here.
         open: a value without quotes or brackets has no end.
         strict: line ends in a string refute it, and wrong escapes stay.
 
@@ -41,7 +46,7 @@ class JsonValue:
         "_depth",
         "_escaped",
         "_open",
-        "_parts",
+        "_out",
         "_quote",
         "_scalar",
         "_strict",
@@ -52,12 +57,14 @@ class JsonValue:
         "refuted",
     )
 
-    def __init__(self, first: str, *, open: bool = False, strict: bool = False) -> None:
+    def __init__(
+        self, first: str, out: list[str], *, open: bool = False, strict: bool = False
+    ) -> None:
         self.first = first
+        self._out = out
         self._scalar = first not in "\"'{["
         self._open = open
         self._strict = strict
-        self._parts: list[str] = []
         self._depth = 0
         self._quote = ""  # the sign that ends the string that the text is in
         self._escaped = False  # a backslash was the last character
@@ -72,12 +79,6 @@ class JsonValue:
     def quoted(self) -> bool:
         """Whether the text so far ends inside a string."""
         return self._quote != ""
-
-    def pop(self) -> str:
-        """Return the text since the last call of this method."""
-        text = "".join(self._parts)
-        self._parts.clear()
-        return text
 
     def advance(self, text: str, at: int) -> int:
         """Read on from `at`; return the place after the value, or after a string in doubt."""
@@ -96,7 +97,7 @@ class JsonValue:
     def _read_scalar(self, text: str, at: int) -> int:
         found = None if self._open else _AFTER_SCALAR.search(text, at)
         end = found.start() if found else len(text)
-        self._parts.append(text[at:end])
+        self._out.append(text[at:end])
         self.complete = found is not None
         return end
 
@@ -106,12 +107,13 @@ class JsonValue:
             return self._escape(text, at)
         if self._apostrophe:
             return self._end_apostrophe(text, at)
-        found = _IN_STRING[self._quote].search(text, at)
-        if found is None:
-            self._parts.append(text[at:])
-            return len(text)
-        self._parts.append(text[at : found.start()])
-        sign = found[0]
+        found = _SOUND[self._quote].match(text, at)
+        end = at if found is None else found.end()
+        if at < end:
+            self._out.append(text[at:end])
+        if end == len(text):
+            return end
+        sign = text[end]
         if sign == "\\":
             self._escaped = True
         elif sign == "'":
@@ -120,23 +122,23 @@ class JsonValue:
             if self._quote == '"':
                 self._end_string()
             else:
-                self._parts.append('\\"')
+                self._out.append('\\"')
         elif self.doubted or self._strict:
             self.refuted = True
-            return found.start()
+            return end
         else:
-            self._parts.append(_CONTROLS.get(sign) or f"\\u{ord(sign):04x}")
-        return found.end()
+            self._out.append(_CONTROLS.get(sign) or f"\\u{ord(sign):04x}")
+        return end + 1
 
     def _escape(self, text: str, at: int) -> int:
         self._escaped = False
         sign = text[at]
         if sign in _ESCAPES or self._strict:
-            self._parts.append("\\" + sign)
+            self._out.append("\\" + sign)
         elif sign == "'":
-            self._parts.append(sign)
+            self._out.append(sign)
         else:
-            self._parts.append("\\\\")
+            self._out.append("\\\\")
             return at
         return at + 1
 
@@ -146,11 +148,11 @@ class JsonValue:
         if text[at] in _AFTER_STRING:
             self._end_string()
         else:
-            self._parts.append("'")
+            self._out.append("'")
         return at
 
     def _end_string(self) -> None:
-        self._parts.append('"')
+        self._out.append('"')
         self._quote = ""
         self.doubted = False
         self.complete = self._depth == 0
@@ -167,9 +169,9 @@ class JsonValue:
             return end
         sign = found[0]
         if sign in "}]":
-            self._parts.append(self._comma[1:])
+            self._out.append(self._comma[1:])
             self._comma = ""
-            self._parts.append(sign)
+            self._out.append(sign)
             self._depth -= 1
             self.complete = self._depth == 0
             return found.end()
@@ -178,10 +180,10 @@ class JsonValue:
             self._comma = sign
         elif sign in "{[":
             self._depth += 1
-            self._parts.append(sign)
+            self._out.append(sign)
         elif sign in "\"'":
             self._quote = sign
-            self._parts.append('"')
+            self._out.append('"')
         else:
             self._word = sign
         return found.end()
@@ -191,7 +193,7 @@ class JsonValue:
         end = found.start() if found else len(text)
         self._word += text[at:end]
         if found is not None:
-            self._parts.append(_WORDS.get(self._word, self._word))
+            self._out.append(_WORDS.get(self._word, self._word))
             self._word = ""
         return end
 
@@ -200,9 +202,9 @@ class JsonValue:
             self._comma += text
             return
         self._release_comma()
-        self._parts.append(text)
+        self._out.append(text)
 
     def _release_comma(self) -> None:
         if self._comma:
-            self._parts.append(self._comma)
+            self._out.append(self._comma)
             self._comma = ""

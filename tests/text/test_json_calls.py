@@ -145,6 +145,12 @@ def test_a_grammar_holds_what_the_model_writes(format: CallFormat) -> None:
             [("f", "{}")],
         ),
         (HERMES, '<tool_call>{"function": "f", "parameters": {}}', [("f", "{}")]),
+        (
+            HERMES,
+            '<tool_call>\n<function>f</function>\n{"a": 1}\n</tool_call>',
+            [("f", '{"a": 1}')],
+        ),
+        (HERMES, "<tool_call><function>f", ["<tool_call><function>f"]),
         (HERMES, '<tool_call>{"f": {}}', ['<tool_call>{"f": {}}']),
         (HERMES, "Write <tool_call> first, [ARGS] {", ["Write <tool_call> first, [ARGS] {"]),
         # The beginning of the content, or its end.
