@@ -22,6 +22,7 @@ from mlxsrv.generation.spec import (
 from mlxsrv.prompts.constraints import ConstraintSpec, chat_constraint, text_constraint
 from mlxsrv.prompts.encoding import TokenBudget
 from mlxsrv.prompts.messages import Chat, Messages, plain_message, plain_tool
+from mlxsrv.text.call_ids import count_calls
 from mlxsrv.text.calls import Tools
 from mlxsrv.text.reader import OfferedCalls
 
@@ -154,7 +155,8 @@ def _offered_calls(asked: ChatPrompt, tokenizer: Tokenizer) -> OfferedCalls | No
     if tokenizer.formats.calls is None:
         return None
     schemas = {tool.name: tool.parameters or {} for tool in _offered(asked, tokenizer)}
-    return OfferedCalls(tokenizer.formats.calls, Tools(schemas), asked.parallel)
+    earlier = count_calls(call.id for message in asked.messages for call in message.calls)
+    return OfferedCalls(tokenizer.formats.calls, Tools(schemas), asked.parallel, earlier)
 
 
 def _offered(asked: ChatPrompt, tokenizer: Tokenizer) -> Sequence[ToolSpec]:

@@ -20,13 +20,12 @@ alternates between the two, and has the rules that hold in every format:
 
 from __future__ import annotations
 
-import secrets
-import string
 from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from mlxsrv.generation.outputs import is_object
+from mlxsrv.text.call_ids import make_call_id
 from mlxsrv.text.calls import (
     CallClosed,
     CallFault,
@@ -40,8 +39,6 @@ from mlxsrv.text.frames import CONTENT, Frame, Piece
 from mlxsrv.text.marks import SPELLED, Marks
 from mlxsrv.text.scan import Scanner
 from mlxsrv.text.stage import Stage
-
-_ALPHANUMERICS = string.ascii_letters + string.digits
 
 # A text that was no call is read again for calls in it. Where it is longer, it is not: one that
 # opens call after call would be read as often.
@@ -76,11 +73,13 @@ class OfferedCalls(msgspec.Struct, frozen=True):
         format: in which the model writes them.
         tools: those that may be called.
         parallel: more than one call may be made; else nothing is given after the first.
+        earlier: how many calls the chat has already.
     """
 
     format: CallFormat
     tools: Tools
     parallel: bool = True
+    earlier: int = 0
 
 
 class AnswerReader(Stage[str, list[OutputPart]]):
@@ -435,12 +434,13 @@ class AnswerReader(Stage[str, list[OutputPart]]):
 
     def _open_call(self, name: str, parts: list[OutputPart]) -> None:
         assert self._offered is not None
-        id = "".join(secrets.choice(_ALPHANUMERICS) for _ in range(24))
+        offered = self._offered
+        id = make_call_id(offered.format.name, name, offered.earlier + self.calls)
         self._open = True
         self._name, self._alike, self._compared = name, self._earlier, 0
         self._arguments.clear()
         self._space.clear()
-        self._append_call(ToolOpened(self.calls, f"call_{id}", name), f"{name}\n", parts)
+        self._append_call(ToolOpened(self.calls, id, name), f"{name}\n", parts)
         self.calls += 1
         if name not in self._offered.tools:
             self.faults.append("the request has no tool of this name")
