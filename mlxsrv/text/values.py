@@ -44,13 +44,19 @@ class Argument:
     Attributes:
         kind: "text" (a string and nothing else), "other" (no string) or "mixed".
         types: the JSON types that are read; one that is no integer is a "number" only.
+        members: the schemas of an object's members that are listed, by key.
+        required: keys of those that an object must have.
+        items: the schema of a list's items; None if there is none.
     """
 
-    __slots__ = ("_facts", "_types", "kind", "types")
+    __slots__ = ("_extra", "_types", "items", "kind", "members", "required", "types")
 
     def __init__(self, facts: _Facts, types: ArgumentTypes) -> None:
-        self._facts = facts
         self._types = types
+        self._extra = facts.extra
+        self.members = facts.members
+        self.required = facts.required
+        self.items = facts.items
         self.types = _UNTYPED if facts.types is None else facts.types
         self.kind: ValueKind = "other"
         if "string" in self.types:
@@ -66,11 +72,11 @@ class Argument:
 
     def member(self, key: str) -> Argument:
         """Return the type of a member of the object that the value is."""
-        return self._types.typed(self._facts.members.get(key, self._facts.extra))
+        return self._types.typed(self.members.get(key, self._extra))
 
     def item(self) -> Argument:
         """Return the type of the items of the list that the value is."""
-        return self._types.typed(self._facts.items)
+        return self._types.typed(self.items)
 
     def _read_among_strings(self, body: str) -> str | None:
         body = _WORDS.get(body, body)
@@ -86,18 +92,22 @@ class ArgumentTypes:
 
     Args:
         schema: that of the tool's arguments.
+
+    Attributes:
+        whole: the type of the object that they are together.
     """
 
     def __init__(self, schema: Mapping[str, Any]) -> None:
         self._schema = schema
         self._known: dict[str, Argument] = {}
         self._referred: dict[str, _Facts] = {}
+        self.whole = self.typed(schema)
 
     def argument(self, key: str) -> Argument:
         """Return the type of the argument of this name."""
         found = self._known.get(key)
         if found is None:
-            found = self._known[key] = self.typed(self._schema).member(key)
+            found = self._known[key] = self.whole.member(key)
         return found
 
     def typed(self, schema: Any) -> Argument:
@@ -142,12 +152,14 @@ class _Facts(msgspec.Struct, frozen=True):
     Attributes:
         types: that are allowed; None if it does not say.
         members: schemas of an object's members by key.
+        required: keys of those that must be there.
         extra: the schema of its other members.
         items: the schema of a list's items.
     """
 
     types: frozenset[str] | None = None
     members: Mapping[str, Any] = {}
+    required: frozenset[str] = frozenset()
     extra: Any = None
     items: Any = None
 
@@ -171,6 +183,7 @@ def _own_facts(schema: Mapping[str, Any]) -> _Facts:
     return _Facts(
         types,
         members if isinstance(members, dict) else {},
+        frozenset(each for each in _list(schema.get("required")) if isinstance(each, str)),
         schema.get("additionalProperties"),
         _joined("anyOf", [*_list(schema.get("prefixItems")), schema.get("items")]),
     )
@@ -212,8 +225,11 @@ def _combined(how: str, one: _Facts, other: _Facts, types: frozenset[str] | None
         key: _joined(how, [one.members.get(key), other.members.get(key)])
         for key in {**one.members, **other.members}
     }
-    extra = _joined(how, [one.extra, other.extra])
-    return _Facts(types, members, extra, _joined(how, [one.items, other.items]))
+    needed = one.required | other.required if how == "allOf" else one.required & other.required
+    extra, items = (
+        _joined(how, pair) for pair in ((one.extra, other.extra), (one.items, other.items))
+    )
+    return _Facts(types, members, needed, extra, items)
 
 
 def _joined(how: str, schemas: Iterable[Any]) -> Any:
