@@ -48,7 +48,7 @@ BEFORE = {
 }
 """The text before calls, where it is a message or a channel of its own."""
 
-NO_TEXT = {"llama_json", "mistral_list"}
+NO_TEXT = {"llama_json", "mistral_list", "xlam"}
 """Formats in which an answer is text or calls."""
 
 ONE = {"harmony", "llama_json", "granite", "gigachat"}
