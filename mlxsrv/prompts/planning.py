@@ -21,7 +21,8 @@ from mlxsrv.generation.spec import (
 )
 from mlxsrv.prompts.constraints import ConstraintSpec, chat_constraint, text_constraint
 from mlxsrv.prompts.encoding import TokenBudget
-from mlxsrv.prompts.messages import Chat, Messages, plain_message, plain_tool
+from mlxsrv.prompts.messages import Chat, plain_message, plain_tool
+from mlxsrv.prompts.tool_descriptions import describe_tools
 from mlxsrv.text.call_ids import count_calls
 from mlxsrv.text.calls import Tools
 from mlxsrv.text.reader import OfferedCalls
@@ -127,15 +128,20 @@ def _make_chat(
     template does not take."""
     tools = [plain_tool(tool) for tool in _offered(asked, tokenizer)]
     calls = _offered_calls(asked, tokenizer) if tools else None
-    if tools and (calls is None or not _has_variable("tools", asked, tokenizer)):
+    if tools and calls is None:
         path = spec.path("tools")
         raise UnsupportedParameter(
-            f"{path}: this model's chat template has no tools, or calls them in a way that is not "
-            "supported",
+            f"{path}: it is not known how this model calls tools; start the server with "
+            "--tool-format prompted to have them described to it, or leave them out",
             param=path,
         )
     variables, ignored = _variables(spec, asked, tokenizer)
-    messages = _messages(asked, tokenizer, tools=bool(tools))
+    messages = [plain_message(message) for message in asked.messages]
+    if calls is not None and not _has_variable("tools", asked, tokenizer):
+        tokenizer.log_once("tools described in the system message", format=calls.format.name)
+        messages, tools = describe_tools(messages, tools, calls.format), []
+    if asked.template is None:
+        messages = tokenizer.chat_template.adapt(messages, tools=calls is not None)
     chat = Chat(
         messages=messages,
         variables=variables,
@@ -171,13 +177,6 @@ def _offered(asked: ChatPrompt, tokenizer: Tokenizer) -> Sequence[ToolSpec]:
     if not choice.only or choice.mode == "required" or tokenizer.enforces_calls:
         return asked.tools
     return [tool for tool in asked.tools if tool.name in choice.only]
-
-
-def _messages(asked: ChatPrompt, tokenizer: Tokenizer, *, tools: bool) -> Messages:
-    messages = [plain_message(message) for message in asked.messages]
-    if asked.template is not None:
-        return messages
-    return tokenizer.chat_template.adapt(messages, tools=tools)
 
 
 def _variables(

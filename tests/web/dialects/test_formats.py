@@ -48,6 +48,10 @@ BEFORE = {
 }
 """The text before calls, where it is a message or a channel of its own."""
 
+NO_TOOLS = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+TOLD = """messages[0].role == 'system' and '"name": "now"' in messages[0].content"""
+"""The template that knows no tools; its model calls them if the system message tells of them."""
+
 NO_TEXT = {"llama_json", "mistral_list", "xlam"}
 """Formats in which an answer is text or calls."""
 
@@ -65,8 +69,8 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
         called = CALLED[:1] if name in ONE else CALLED
         path = write_turns(
             folder / name,
-            {"true": said + format.spell(called)},
-            template=CHAT_TEMPLATE,
+            {"true" if name != "prompted" else TOLD: said + format.spell(called)},
+            template=NO_TOOLS if name == "prompted" else CHAT_TEMPLATE,
             markers=[*format.marks, *frame.marks],
         )
         models.append(f"{name}={path}")
