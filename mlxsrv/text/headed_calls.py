@@ -10,6 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from mlxsrv.text.call_ids import written_id
+from mlxsrv.text.call_names import offered_name
 from mlxsrv.text.calls import CallFormat, CallReader, CallRules, Tools, ToolSchema, WrittenCall
 from mlxsrv.text.json_objects import JsonCall
 from mlxsrv.text.json_reader import LEFTOVERS, SPACE, ObjectsReader
@@ -182,9 +183,8 @@ class _HeadReader(ObjectsReader):
     ) -> None:
         starts = [layout.start] if layout.start else []
         ends = [*layout.section[1:], *layout.ends]
-        super().__init__([*ends, *starts], marks)
+        super().__init__([*ends, *starts], marks, tools)
         self._layout = layout
-        self._tools = tools
         self._loose = loose
         self._starts = [marks.show(each) for each in (*starts, *layout.section[:1])]
         self._section_ends = [marks.show(each) for each in layout.section[1:]]
@@ -324,16 +324,15 @@ class _HeadReader(ObjectsReader):
 def _find_name(header: str, tools: Tools, *, loose: bool) -> str | None:
     """Return the name in a header; None if it may be that of another tool."""
     bare = re.sub(r"^functions\.?" if loose else r"^functions\.", "", header)
-    known = [header, bare, re.sub(r":\d+$", "", bare)]
+    numbered = re.sub(r":\d+$", "", bare)
+    candidates = [header, bare, numbered]
     if loose:
-        known.append(re.sub(r"\d+$", "", bare))
-    known.append(re.split(r"[.:/]", bare)[-1])
-    for name in known:
+        candidates.append(re.sub(r"\d+$", "", bare))
+    for candidate in candidates:
+        name = offered_name(candidate, tools)
         if name in tools:
             return name
-    if loose and not _WHOLE_ID.fullmatch(header):
-        return None
-    return known[2]
+    return None if loose and not _WHOLE_ID.fullmatch(header) else numbered
 
 
 def _fitting_name(header: str, arguments: str, tools: Tools) -> str:

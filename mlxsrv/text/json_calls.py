@@ -129,8 +129,9 @@ class JsonCalls(CallFormat):
         return ObjectsReader(
             [layout.end] if layout.end else [],
             marks,
+            tools,
             single=not layout.keys,
-            known=tools if opener in self._bare else None,
+            bare=opener in self._bare,
             begun=begun,
         )
 

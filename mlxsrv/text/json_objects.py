@@ -196,7 +196,8 @@ class JsonCall:
         """Give the held arguments: the object inside a string, or the text as written."""
         text = self._release().rstrip() or "null"
         with suppress(ValueError, RecursionError):
-            text = as_object(msgspec.json.decode(text))
+            inner = msgspec.json.decode(text)
+            text = as_object(_repaired(inner) if isinstance(inner, str) else inner)
         self._unsent.append(text)
         self.settled = True
 
@@ -223,6 +224,14 @@ def as_object(arguments: Any) -> str:
     if not isinstance(arguments, dict):
         raise ValueError("arguments that are no object")
     return msgspec.json.encode(arguments).decode()
+
+
+def _repaired(text: str) -> str:
+    """Return a text with the JSON that is meant, if it is an object."""
+    text = text.strip()
+    out: list[str] = []
+    whole = text.startswith("{") and JsonValue("{", out).advance(text, 0) == len(text)
+    return "".join(out) if whole else text
 
 
 def _decoded(text: str, kind: type[_T]) -> _T | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 
+from mlxsrv.text.call_names import offered_name
 from mlxsrv.text.calls import CallPart, CallReader, Tools
 from mlxsrv.text.json_objects import JsonCall
 from mlxsrv.text.marks import Marks
@@ -27,12 +28,16 @@ class JsonReader(CallReader):
     Args:
         ends: markers that end a call, spelled.
         marks: how markers are shown.
-        known: the tools that may be called, if calls of others are none.
+        tools: those that may be called.
+        bare: the text looks like other text, so calls are only those of these tools.
     """
 
-    def __init__(self, ends: Sequence[str], marks: Marks, known: Tools | None = None) -> None:
+    def __init__(
+        self, ends: Sequence[str], marks: Marks, tools: Tools, *, bare: bool = False
+    ) -> None:
         super().__init__()
-        self._known = known
+        self._tools = tools
+        self._bare = bare
         self._marks = marks
         self._ends = Scanner([marks.show(end) for end in ends])
         self._call: JsonCall | None = None  # the call that is read
@@ -113,8 +118,8 @@ class JsonReader(CallReader):
 
     def _name(self, name: str) -> bool:
         """Open a call of this name, if it may be called."""
-        name = self._marks.spell(name)
-        self.refused = self._known is not None and name not in self._known
+        name = offered_name(self._marks.spell(name), self._tools)
+        self.refused = self._bare and name not in self._tools
         if not self.refused:
             self._open(name)
         return not self.refused
@@ -138,7 +143,7 @@ class ObjectsReader(JsonReader):
     Args:
         ends: markers that end the block, spelled. Without one a list ends it, or text.
         single: `{"f": {...}}` is a call of `f`.
-        known: the text looks like other text, so calls are only those of these tools.
+        bare: the text looks like other text, so calls are only those of these tools.
         begun: text that was read before, with which the block begins.
     """
 
@@ -146,20 +151,24 @@ class ObjectsReader(JsonReader):
         self,
         ends: Sequence[str],
         marks: Marks,
+        tools: Tools,
         *,
         single: bool = False,
-        known: Tools | None = None,
+        bare: bool = False,
         begun: str = "",
     ) -> None:
-        super().__init__(ends, marks, known)
+        super().__init__(ends, marks, tools, bare=bare)
         self._text = begun
         self._closers = [marks.show(end) for end in ends]
         self._single = single
         self._listed = False  # inside a list
+        self._separated = False  # a comma stands behind the last object
         self._fenced = False  # behind the beginning of a code block
 
     def _between(self) -> bool:
-        self._text = text = self._text.lstrip(LEFTOVERS if self.closed else SPACE)
+        text = self._text.lstrip(LEFTOVERS if self.closed else SPACE)
+        skipped = self._take(len(self._text) - len(text))
+        self._separated = self._separated or "," in skipped or ";" in skipped
         if not text:
             return False
         if self._take_one(self._closers):
@@ -173,7 +182,8 @@ class ObjectsReader(JsonReader):
         elif text.startswith(_FUNCTION) and self._closers:
             return self._read_function()
         elif text[0] == "{":
-            self._call = JsonCall(single=self._single, wary=self._known is not None)
+            self._separated = False
+            self._call = JsonCall(single=self._single, wary=self._bare)
         elif text[0] == "[" and not self._listed and not self.closed:
             self._listed = True
             self._take(1)
@@ -182,7 +192,7 @@ class ObjectsReader(JsonReader):
             self._listed = False
             self._take(1)
         else:
-            self.over = self.closed > 0 and not self._listed
+            self.over = self.closed > 0 and not self._listed and not self._separated
             self.refused = not self.over
         return True
 
@@ -219,8 +229,8 @@ class FinalReader(ObjectsReader):
     """Reads objects that may be calls because nothing follows them. It gives none before the end
     of the answer."""
 
-    def __init__(self, marks: Marks, known: Tools, begun: str) -> None:
-        super().__init__([], marks, known=known, begun=begun)
+    def __init__(self, marks: Marks, tools: Tools, begun: str) -> None:
+        super().__init__([], marks, tools, bare=True, begun=begun)
         self._whole: list[str] = []
         self._kept: list[CallPart] = []
 

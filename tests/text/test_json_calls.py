@@ -150,6 +150,14 @@ def test_a_grammar_holds_what_the_model_writes(format: CallFormat) -> None:
             '<tool_call>\n<function>f</function>\n{"a": 1}\n</tool_call>',
             [("f", '{"a": 1}')],
         ),
+        (HERMES, '<tool_call>{"name": "functions.f"}', [HEARD_F]),
+        (HERMES, '<tool_call>{"name": "f()"}', [HEARD_F]),
+        (HERMES, '<tool_call>{"name": "api:f"}', [HEARD_F]),
+        (
+            HERMES,
+            """<tool_call>{"name": "f", "arguments": "{'a': 1,}"}</tool_call>""",
+            [("f", '{"a": 1}')],
+        ),
         (HERMES, "<tool_call><function>f", ["<tool_call><function>f"]),
         (HERMES, '<tool_call>{"f": {}}', ['<tool_call>{"f": {}}']),
         (HERMES, "Write <tool_call> first, [ARGS] {", ["Write <tool_call> first, [ARGS] {"]),
@@ -159,6 +167,12 @@ def test_a_grammar_holds_what_the_model_writes(format: CallFormat) -> None:
         (LLAMA_JSON, '<|python_tag|>{"name": "f", "parameters": {}}', [HEARD_F]),
         (LLAMA_JSON, '{"name": "h", "parameters": {}}', ['{"name": "h", "parameters": {}}']),
         (LLAMA_JSON, '{"name": "f", "parameters": {}} b', [HEARD_F, "b"]),
+        (LLAMA_JSON, '{"name": "f", "parameters": {}}, b', [HEARD_F, ", b"]),
+        (
+            LLAMA_JSON,
+            '{"name": "f", "parameters": {}};{"name": "h", "parameters": {}}',
+            [HEARD_F, ';{"name": "h", "parameters": {}}'],
+        ),
         (LLAMA_JSON, '{"city": {"name": "f"}} b', ['{"city": {"name": "f"}} b']),
         (LLAMA_JSON, 'Sure:\n{"name": "f", "parameters": {}}\n', ["Sure:", HEARD_F]),
         (
