@@ -11,6 +11,7 @@ from mlxsrv.text.frames import FrameFormat, MarkedThoughts, NoThoughts
 from mlxsrv.text.headed_calls import HEADED_FORMATS
 from mlxsrv.text.json_calls import JSON_FORMATS
 from mlxsrv.text.nested_calls import MINIMAX_M3
+from mlxsrv.text.tagged_formats import TAGGED_FORMATS
 
 
 class Formats(msgspec.Struct, frozen=True):
@@ -34,7 +35,7 @@ _FRAMES: Sequence[FrameFormat] = (
     MarkedThoughts("seed_oss", "<seed:think>", "</seed:think>"),
     MarkedThoughts("think_colon", "<|think:start|>", "<|think:end|>"),
 )
-_CALLS: Sequence[CallFormat] = (*JSON_FORMATS, *HEADED_FORMATS, MINIMAX_M3)
+_CALLS: Sequence[CallFormat] = (*JSON_FORMATS, *HEADED_FORMATS, *TAGGED_FORMATS, MINIMAX_M3)
 
 THOUGHTS: Mapping[str, FrameFormat] = {each.name: each for each in _FRAMES}
 """The formats of thoughts by name."""

@@ -49,13 +49,15 @@ class Lark:
         """Return the name of a rule for any text that matches a pattern, and the closer behind it.
 
         Args:
-            closer: spelled. The text does not have it, if it is a marker that is one token; else
-                the text ends with the first one.
+            closer: spelled. The text has no marker that is a token, if the closer has one; else
+                the text ends with the first closer.
         """
-        if closer in self._marks.ids:
+        if marker := self._markers.search(closer):
             name = f"T{len(self._rules)}"
-            self._rules.append(f"{name}: /{pattern}/")
-            return self.rule(f"{name} {self.text(closer)}")
+            before = re.sub(r"([].^$*+?()[{}|\\/])", r"\\\1", closer[: marker.start()])
+            before = before.replace("\n", r"\n")
+            self._rules.append(f"{name}: /{pattern}{before}/")
+            return self.rule(f"{name} {self.text(closer[marker.start() :])}")
         name = f"r{len(self._rules)}"
         self._rules.append(f"{name}[suffix={json.dumps(closer)}]: /{pattern}/")
         return name

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mlxsrv.text.calls import CallFormat
-from mlxsrv.text.tagged_calls import TaggedCalls, TagLayout
+from mlxsrv.text.tagged_calls import TaggedCalls
+from mlxsrv.text.tagged_layout import TagLayout
 
 _QWEN = TagLayout(
     before="<tool_call>\n",

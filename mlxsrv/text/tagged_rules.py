@@ -1,0 +1,147 @@
+"""Grammars of tagged arguments: which keys may follow, and which values."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from mlxsrv.text.calls import NotEnforceable, ToolSchema
+from mlxsrv.text.lark import Lark
+from mlxsrv.text.values import Argument, ArgumentTypes
+
+_MOST = 6  # required keys whose order is free: there is a rule for each set of them
+_DEFINITIONS = ("$defs", "definitions")
+_KEY = re.compile(r"[\w.$:/@ -]+")
+_ANY_KEY = r"[A-Za-z_][A-Za-z0-9_.-]{0,63}"
+
+
+class ArgumentRules:
+    """Writes the rules for the arguments of one tool.
+
+    Args:
+        schema: that of the arguments.
+        write: returns the body of one argument from its key in Lark, its schema and its type.
+    """
+
+    def __init__(
+        self,
+        lark: Lark,
+        schema: ToolSchema,
+        write: Callable[[str, Mapping[str, Any], Argument], str],
+    ) -> None:
+        self._lark = lark
+        self._schema = schema
+        self._write = write
+        self._types = ArgumentTypes(schema)
+        self._states: dict[frozenset[str], str] = {}
+
+    def all(self) -> str:
+        """Add the rule for all arguments; return its name.
+
+        Required keys stand once each, in any order if they are few. Optional ones may stand between
+        them.
+        """
+        schema = self._schema
+        properties = schema.get("properties")
+        properties = properties if isinstance(properties, Mapping) else {}
+        required = [key for key in schema.get("required", ()) if isinstance(key, str)]
+        keys = list(dict.fromkeys([*properties, *required]))
+        for key in keys:
+            if not _KEY.fullmatch(key):
+                raise NotEnforceable(f"the parameter {key!r} cannot stand in a call's tags")
+        bodies = {key: self._write(json.dumps(key), *self._typed(key)) for key in keys}
+        if not keys and schema.get("additionalProperties", "properties" not in schema):
+            return self._lark.rule(
+                f"({self._write(f'/{_ANY_KEY}/', {}, self._types.argument(''))})*"
+            )
+        rules = {key: self._lark.rule(body) for key, body in bodies.items()}
+        if len(required) > _MOST:
+            return self._in_order(rules, required)
+        if len(keys) <= _MOST:
+            return self._state(rules, frozenset(keys), frozenset(required), "")
+        optional = [rules[key] for key in keys if key not in required]
+        between = f"({' | '.join(optional)})*" if optional else ""
+        again = {key: rules[key] for key in required}
+        return self._state(again, frozenset(required), frozenset(required), between)
+
+    def _in_order(self, rules: Mapping[str, str], required: Sequence[str]) -> str:
+        return self._lark.rule(
+            " ".join(rule + "?" * (key not in required) for key, rule in rules.items())
+        )
+
+    def _state(
+        self, rules: Mapping[str, str], left: frozenset[str], required: frozenset[str], between: str
+    ) -> str:
+        """Add the rule for the keys that are left.
+
+        Args:
+            between: the body of what may stand before each of them and behind the last.
+        """
+        if left in self._states:
+            return self._states[left]
+        bodies = [
+            f"{between} {rules[key]} {self._state(rules, left - {key}, required, between)}"
+            for key in rules
+            if key in left
+        ]
+        if not left & required:
+            bodies.append(between or '""')
+        self._states[left] = self._lark.rule(" | ".join(bodies))
+        return self._states[left]
+
+    def _typed(self, key: str) -> tuple[Mapping[str, Any], Argument]:
+        """Return the schema of an argument, which stands alone, and its type."""
+        properties = self._schema.get("properties")
+        found = properties.get(key, {}) if isinstance(properties, Mapping) else {}
+        schema = dict(found) if isinstance(found, Mapping) else {}
+        for name in _DEFINITIONS:
+            if name in self._schema and "$ref" in json.dumps(schema):
+                schema.setdefault(name, self._schema[name])
+        return schema, self._types.argument(key)
+
+
+def gapped(lark: Lark, text: str) -> str:
+    """Return the body of a text in which a newline may stand for each `{gap}`."""
+    return ' "\\n"? '.join(lark.text(part) for part in text.split("{gap}"))
+
+
+def text_body(lark: Lark, schema: Mapping[str, Any], argument: Argument, closer: str) -> str:
+    """Return the body of a value as plain text, and the closer behind it.
+
+    Args:
+        closer: spelled; with gaps only at its end.
+    """
+    closer, gap, rest = closer.partition("{gap}")
+    return f"{_text_body(lark, schema, argument, closer)} {gapped(lark, gap + rest)}"
+
+
+def _text_body(lark: Lark, schema: Mapping[str, Any], argument: Argument, closer: str) -> str:
+    if argument.kind == "other":
+        return f"{lark.json(schema)} {lark.text(closer)}"
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if isinstance(values, list) and values:
+        texts = (each if isinstance(each, str) else json.dumps(each) for each in values)
+        return f"({' | '.join(map(json.dumps, texts))}) {lark.text(closer)}"
+    return lark.until(closer, _pattern(schema) if argument.kind == "text" else "(?s:.*)")
+
+
+def _pattern(schema: Mapping[str, Any]) -> str:
+    """Return the regex for a string of a schema."""
+    pattern = schema.get("pattern")
+    least, most = schema.get("minLength"), schema.get("maxLength")
+    if isinstance(pattern, str) and least is None and most is None:
+        return _unanchored(pattern)
+    if isinstance(least, int) or isinstance(most, int):
+        return f"(?s:.{{{least or 0},{'' if most is None else most}}})"
+    return "(?s:.*)"
+
+
+def _unanchored(pattern: str) -> str:
+    """Return a regex for a whole text from one that is searched in it."""
+    before = "" if pattern.startswith("^") else "(?s:.*)"
+    ends = pattern.endswith("$") and not pattern.endswith("\\$")
+    body = pattern.removeprefix("^")
+    body = body[:-1] if ends else body
+    return f"{before}(?:{body}){'' if ends else '(?s:.*)'}".replace("/", r"\/")
