@@ -349,6 +349,7 @@ class Tokenizer:
         stops: Sequence[str],
         chat: bool,
         thinking: bool,
+        prompt: str = "",
         bound: bool = False,
         calls: OfferedCalls | None = None,
         min_tokens: int = 0,
@@ -359,12 +360,14 @@ class Tokenizer:
 
         Args:
             thinking: the prompt leaves a think block open.
+            prompt: its text, of which the end may be the beginning of a message.
             bound: the answer follows a grammar.
             calls: those that the answer may make.
         """
         reader = None
         if chat:
-            frame = self.formats.thoughts.frame(self.marks, thinking=thinking)
+            thoughts = self.formats.thoughts
+            frame = thoughts.frame(self.marks, thinking=thinking, prompt=prompt)
             reader = AnswerReader(frame, self.marks, calls, thinking=thinking, bound=bound)
         return TextPipeline(
             self._texts.detokenizer(chat=chat, calls=calls is not None),

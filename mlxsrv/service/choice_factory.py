@@ -51,6 +51,7 @@ class ChoiceFactory:
             stops=spec.stops,
             chat=self.spec.is_chat,
             thinking=prompt.thinking,
+            prompt=prompt.text,
             bound=self.plan.bound,
             calls=self.plan.calls,
             min_tokens=spec.min_tokens,

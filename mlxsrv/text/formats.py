@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from mlxsrv.text.calls import CallFormat
-from mlxsrv.text.frames import FrameFormat, MarkedThoughts, NoThoughts
+from mlxsrv.text.frames import FrameFormat
 from mlxsrv.text.headed_calls import HEADED_FORMATS
 from mlxsrv.text.json_calls import JSON_FORMATS
 from mlxsrv.text.nested_calls import MINIMAX_M3
 from mlxsrv.text.tagged_formats import TAGGED_FORMATS
+from mlxsrv.text.thoughts import FRAME_FORMATS
 
 
 class Formats(msgspec.Struct, frozen=True):
@@ -26,18 +27,9 @@ class Formats(msgspec.Struct, frozen=True):
     calls: CallFormat | None = None
 
 
-_FRAMES: Sequence[FrameFormat] = (
-    NoThoughts(),
-    MarkedThoughts("think", "<think>", "</think>"),
-    MarkedThoughts("longcat", "<longcat_think>", "</longcat_think>"),
-    MarkedThoughts("minimax_m3", "<mm:think>", "</mm:think>"),
-    MarkedThoughts("mistral", "[THINK]", "[/THINK]"),
-    MarkedThoughts("seed_oss", "<seed:think>", "</seed:think>"),
-    MarkedThoughts("think_colon", "<|think:start|>", "<|think:end|>"),
-)
 _CALLS: Sequence[CallFormat] = (*JSON_FORMATS, *HEADED_FORMATS, *TAGGED_FORMATS, MINIMAX_M3)
 
-THOUGHTS: Mapping[str, FrameFormat] = {each.name: each for each in _FRAMES}
+THOUGHTS: Mapping[str, FrameFormat] = {each.name: each for each in FRAME_FORMATS}
 """The formats of thoughts by name."""
 
 CALLS: Mapping[str, CallFormat] = {each.name: each for each in _CALLS}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final
 
 from mlxsrv.generation.outputs import Channel
@@ -16,6 +17,7 @@ CONTENT: Final = "content"
 REASONING: Final = "reasoning"
 
 _NEWLINES = "\r\n"
+_LONGEST_LABEL = 32  # characters
 
 
 class Frame(ABC):
@@ -66,11 +68,12 @@ class FrameFormat(ABC):
     close: str = ""
 
     @abstractmethod
-    def frame(self, marks: Marks, *, thinking: bool) -> Frame:
+    def frame(self, marks: Marks, *, thinking: bool, prompt: str = "") -> Frame:
         """Return the frame of one answer.
 
         Args:
             thinking: the prompt leaves a thought open.
+            prompt: the prompt or its end, spelled, if it is known.
         """
 
     @abstractmethod
@@ -92,12 +95,114 @@ class MarkedThoughts(FrameFormat):
         self.marks = (start, end)
         self.close = close or end
 
-    def frame(self, marks: Marks, *, thinking: bool) -> Frame:
+    def frame(self, marks: Marks, *, thinking: bool, prompt: str = "") -> Frame:
         start, end = map(marks.show, self.marks)
-        return _MarkedThoughts(start, end, thinking=thinking)
+        return PairFrame([start], [end], thinking=thinking)
 
     def leaves_open(self, prompt: str) -> bool:
         return prompt.rstrip().endswith(self.marks[0])
+
+
+class LabelledThoughts(FrameFormat):
+    """Thoughts in channels that begin with a label and a newline, as Gemma 4 writes them.
+
+    All channels are thoughts, by whatever label.
+
+    Args:
+        start: the marker that opens a channel.
+        end: the marker that closes it.
+        close: what ends a thought, if it is more than the marker.
+        label: the usual one.
+        turn: the marker that ends a turn.
+    """
+
+    def __init__(
+        self, name: str, start: str, end: str, *, close: str, label: str, turn: str
+    ) -> None:
+        self.name = name
+        self.marks = (start, end)
+        self.close = close
+        self._label = label
+        self._turn = turn
+
+    def frame(self, marks: Marks, *, thinking: bool, prompt: str = "") -> Frame:
+        start, end = map(marks.show, self.marks)
+        labelled = thinking and self._is_unlabelled(prompt)
+        return _LabelledFrame(start, end, self._label, thinking=thinking, labelled=labelled)
+
+    def leaves_open(self, prompt: str) -> bool:
+        start, end = self.marks
+        return prompt.rfind(start) > max(prompt.rfind(end), prompt.rfind(self._turn))
+
+    def _is_unlabelled(self, prompt: str) -> bool:
+        start = self.marks[0]
+        return start in prompt and "\n" not in prompt[prompt.rfind(start) :]
+
+
+class WrappedAnswers(FrameFormat):
+    """Thoughts between a pair of markers, and answers in a wrapper, which vanishes.
+
+    A wrapper that is no token counts where content begins, and its end counts once. Elsewhere it is
+    text: an answer may be about it.
+
+    Args:
+        start: the marker that opens a thought.
+        end: the marker that closes it.
+        wrappers: pairs of markers around an answer.
+        close: what ends a thought, if it is more than the marker.
+        anywhere: the wrappers count everywhere, and one that opens ends a thought.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        start: str,
+        end: str,
+        wrappers: Sequence[tuple[str, str]],
+        *,
+        close: str = "",
+        anywhere: bool = False,
+    ) -> None:
+        self.name = name
+        self.marks = (start, end, *(mark for pair in wrappers for mark in pair))
+        self.close = close or end
+        self._wrappers = wrappers
+        self._anywhere = anywhere
+
+    def frame(self, marks: Marks, *, thinking: bool, prompt: str = "") -> Frame:
+        start, end = map(marks.show, self.marks[:2])
+        opens = [marks.show(opened) for opened, _ in self._wrappers]
+        closes = [marks.show(closed) for _, closed in self._wrappers]
+        wrapped = any(prompt.rstrip().endswith(opened) for opened, _ in self._wrappers)
+        return _WrappedFrame(
+            (start, end, opens, closes), thinking, wrapped=wrapped, anywhere=self._anywhere
+        )
+
+    def leaves_open(self, prompt: str) -> bool:
+        return prompt.rstrip().endswith(self.marks[0])
+
+
+class HeadedThoughts(FrameFormat):
+    """Thoughts under a heading, and the answer under another one, as Granite 3.2 writes them.
+
+    The headings are plain text. They count only where the answer begins, and then once.
+
+    Args:
+        starts: headings of thoughts.
+        ends: headings of answers.
+    """
+
+    def __init__(self, name: str, starts: Sequence[str], ends: Sequence[str]) -> None:
+        self.name = name
+        self.close = f"\n\n{ends[0]}\n"
+        self._starts = starts
+        self._ends = ends
+
+    def frame(self, marks: Marks, *, thinking: bool, prompt: str = "") -> Frame:
+        return _HeadedFrame(self._starts, self._ends, thinking=thinking)
+
+    def leaves_open(self, prompt: str) -> bool:
+        return prompt.rstrip().endswith(tuple(self._starts))
 
 
 class NoThoughts(FrameFormat):
@@ -106,14 +211,14 @@ class NoThoughts(FrameFormat):
     name = "none"
     thinks = False
 
-    def frame(self, marks: Marks, *, thinking: bool) -> Frame:
-        return _MarkedThoughts(None, None, thinking=False)
+    def frame(self, marks: Marks, *, thinking: bool, prompt: str = "") -> Frame:
+        return PairFrame((), (), thinking=False)
 
     def leaves_open(self, prompt: str) -> bool:
         return False
 
 
-class _MarkedThoughts(Frame):
+class PairFrame(Frame):
     """The frame of a pair of markers, which are never given out.
 
     - Reasoning is given without the newlines after its start marker and the whitespace before its
@@ -126,15 +231,20 @@ class _MarkedThoughts(Frame):
       opened the thought already.
     - An end marker outside a thought is dropped too. The text before it has been sent as content
       and stays content. The text after it is content after a thought.
+
+    Args:
+        starts: markers that open a thought.
+        ends: markers that close it.
+        thinking: a thought is open.
     """
 
-    def __init__(self, start: str | None, end: str | None, *, thinking: bool) -> None:
-        self.markers = tuple(marker for marker in (start, end) if marker is not None)
+    def __init__(self, starts: Sequence[str], ends: Sequence[str], *, thinking: bool) -> None:
+        self.markers = (*starts, *ends)
         self.reasoning = thinking
-        self._end = end
+        self._starts = starts
         self._space = ""  # whitespace that is dropped if the thought ends here
         # Whitespace with which the answer has begun; None: it has gone on.
-        self._lead = "" if start is not None and not thinking else None
+        self._lead = "" if starts and not thinking else None
         self._trim = thinking  # at the beginning of a thought, or just after one
 
     def place(self, text: str) -> Sequence[Piece]:
@@ -146,14 +256,20 @@ class _MarkedThoughts(Frame):
         return self._place_thought(text) if self.reasoning else self._place_content(text)
 
     def cross(self, marker: str) -> Sequence[Piece]:
-        self._lead = None
-        self.reasoning = marker != self._end
-        self._trim = True
-        if not self.reasoning:
-            self._space = ""
+        if marker in self._starts:
+            self.think()
+        else:
+            self.leave()
         return ()
 
+    def think(self) -> None:
+        """A thought begins, or goes on."""
+        self._lead = None
+        self.reasoning = True
+        self._trim = True
+
     def leave(self) -> None:
+        self._lead = None
         self.reasoning = False
         self._space = ""
         self._trim = True
@@ -180,3 +296,122 @@ class _MarkedThoughts(Frame):
             text = self._lead + text
             self._lead = text if text.isspace() else None
         return [] if self._lead is not None else [(CONTENT, text)]
+
+
+class _LabelledFrame(PairFrame):
+    """The frame of channels that begin with a label, which is not given out.
+
+    A label is the first line of a channel if it is one word. The usual one needs no newline.
+    """
+
+    def __init__(self, start: str, end: str, label: str, *, thinking: bool, labelled: bool) -> None:
+        super().__init__([start], [end], thinking=thinking)
+        self._usual = re.compile(rf"\s*{re.escape(label)}\b\s*")
+        self._label: str | None = "" if labelled else None  # what may be the label
+
+    def place(self, text: str) -> Sequence[Piece]:
+        if self._label is not None:
+            text = self._skip_label(self._label + text)
+        return super().place(text)
+
+    def think(self) -> None:
+        super().think()
+        self._label = ""
+
+    def leave(self) -> None:
+        super().leave()
+        self._label = None
+
+    def flush(self) -> Sequence[Piece]:
+        self._label = None
+        return super().flush()
+
+    def _skip_label(self, text: str) -> str:
+        """Return a text without the label that it begins with; nothing while that may go on."""
+        line, newline, rest = text.partition("\n")
+        word = line.strip()
+        may_be_label = len(line) <= _LONGEST_LABEL and (
+            not word or (word.isascii() and word.isidentifier())
+        )
+        self._label = text if may_be_label and not newline else None
+        if may_be_label:
+            return rest
+        return self._usual.sub("", text, count=1) if self._usual.match(text) else text
+
+
+class _WrappedFrame(PairFrame):
+    """The frame of a pair of markers, with wrappers around the answer.
+
+    Args:
+        markers: those that open a thought and close it, that open wrappers and close them.
+        wrapped: the prompt has opened a wrapper.
+        anywhere: all wrappers count.
+    """
+
+    def __init__(
+        self,
+        markers: tuple[str, str, Sequence[str], Sequence[str]],
+        thinking: bool,
+        *,
+        wrapped: bool,
+        anywhere: bool,
+    ) -> None:
+        start, end, self._opens, closes = markers
+        super().__init__([start], [end], thinking=thinking)
+        self._pair: Collection[str] = self.markers
+        self.markers = (start, end, *self._opens, *closes)
+        self._anywhere = anywhere
+        self._depth = int(wrapped)  # of wrappers that are open
+        self._fresh = not wrapped  # content has not begun, so it may be wrapped
+        self._tail = ""  # whitespace that is dropped if the wrapper ends here
+
+    def cross(self, marker: str) -> Sequence[Piece]:
+        if marker in self._pair:
+            if self._fresh:
+                self._tail = ""
+            self._fresh = True
+            return super().cross(marker)
+        if self._anywhere:
+            wraps = True
+            self._depth = int(marker in self._opens)
+        elif self.reasoning:
+            wraps = False
+        elif marker in self._opens:
+            wraps = self._fresh
+            self._depth += self._fresh or self._depth > 0
+        else:
+            wraps = self._depth == 1
+            self._depth = max(self._depth - 1, 0)
+        if not wraps:
+            return self.place(marker)
+        self._fresh = False
+        self._tail = ""
+        if not self.reasoning or marker in self._opens:
+            self.leave()
+        return ()
+
+    def flush(self) -> Sequence[Piece]:
+        tail, self._tail = self._tail, ""
+        return [(CONTENT, tail)] if tail else super().flush()
+
+    def _place_content(self, text: str) -> Sequence[Piece]:
+        body = text.rstrip()
+        if not body and (self._fresh or self._depth):
+            self._tail += text
+            return ()
+        self._fresh = False
+        before, self._tail = self._tail, text[len(body) :] if self._depth else ""
+        return super()._place_content(before + text.removesuffix(self._tail))
+
+
+class _HeadedFrame(PairFrame):
+    """The frame of headings, which are text but where the answer begins."""
+
+    def cross(self, marker: str) -> Sequence[Piece]:
+        begins = self._lead is not None
+        if begins or (self.reasoning and marker not in self._starts):
+            return super().cross(marker)
+        return self.place(marker)
+
+    def place(self, text: str) -> Sequence[Piece]:
+        return super().place(text.lstrip() if self._trim else text)

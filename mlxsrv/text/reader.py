@@ -308,7 +308,7 @@ class AnswerReader(Stage[str, list[OutputPart]]):
                 self._put(piece, parts)
             self._line = True
             if self._frame.header is not None and self._offered is not None:
-                self._begin_block(marker, self._frame.header)
+                self._begin_block("", self._frame.header)
         elif marker not in self._dropped or self._frame.reasoning or self._spared:
             self._spared = False
             self._place(self._marks.spell(marker), parts)
