@@ -222,7 +222,7 @@ class _HeadReader(ObjectsReader):
         header = self._text.strip(SPACE)
         if self._place == "header" and header in self._tools and not cut:
             self.begin(header)
-        if self._place != "gap":
+        if self._place not in ("gap", "id"):
             super()._end_between(cut)
             return
         self._text = ""
@@ -289,7 +289,8 @@ class _HeadReader(ObjectsReader):
     def _cross_gap(self) -> bool:
         """Take what stands between a header and its arguments."""
         self._text = text = self._text.lstrip(SPACE)
-        if not text or self._waits([*self._gaps, *self._closers, *self._starts]):
+        marks = [*self._gaps, *self._closers, *self._starts, self._id_mark]
+        if not text or self._waits(marks):
             return False
         if self._id_mark and text.startswith(self._id_mark):
             self._take(len(self._id_mark))
