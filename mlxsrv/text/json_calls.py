@@ -10,9 +10,10 @@ import msgspec
 
 from mlxsrv.text.call_ids import written_id
 from mlxsrv.text.calls import CallFormat, CallReader, CallRules, Tools, ToolSchema, WrittenCall
-from mlxsrv.text.json_reader import FinalReader, ObjectsReader
+from mlxsrv.text.json_reader import EitherReader, FinalReader, ObjectsReader
 from mlxsrv.text.lark import Lark
 from mlxsrv.text.marks import Marks
+from mlxsrv.text.tagged_formats import QWEN_XML
 
 _ARGUMENTS = "ARGUMENTS"
 _ID = "ID"
@@ -99,6 +100,8 @@ class JsonCalls(CallFormat):
         bare: openers that other text has too, so a call behind them is one of the request's tools;
             "" is the beginning of the content.
         final: more of them. A call behind these is one only if nothing follows it.
+        other: a format in which models write calls between the same markers.
+        sign: the text with which those begin.
     """
 
     def __init__(
@@ -109,6 +112,8 @@ class JsonCalls(CallFormat):
         openers: Sequence[str] = (),
         bare: Sequence[str] = (),
         final: Sequence[str] = (),
+        other: CallFormat | None = None,
+        sign: str = "",
     ) -> None:
         starts = [layout.start] if layout.start else []
         ends = [layout.end] if layout.end else []
@@ -120,14 +125,20 @@ class JsonCalls(CallFormat):
         self._layout = layout
         self._bare = bare
         self._final = final
+        self._other = other
+        self._sign = sign
 
     def reader(self, opener: str, tools: Tools, marks: Marks) -> CallReader:
         layout = self._layout
         begun = _begun(opener)
         if opener in self._final:
             return FinalReader(marks, tools, begun)
+        ends = [layout.end] if layout.end else []
+        if self._other is not None and opener == layout.start:
+            other = self._other.reader(opener, tools, marks)
+            return EitherReader(ends, marks, tools, other, self._sign)
         return ObjectsReader(
-            [layout.end] if layout.end else [],
+            ends,
             marks,
             tools,
             single=not layout.keys,
@@ -178,7 +189,12 @@ def _begun(opener: str) -> str:
 
 _FINAL = ("```json", '\n{"name"', '\n{"type": "function"', '\n{"function"')
 
-HERMES = JsonCalls("hermes", JsonLayout("<tool_call>", "</tool_call>", inner="\n"))
+HERMES = JsonCalls(
+    "hermes",
+    JsonLayout("<tool_call>", "</tool_call>", inner="\n"),
+    other=QWEN_XML,
+    sign="<function=",
+)
 EXAONE4 = JsonCalls("exaone4", JsonLayout("<tool_call>", "</tool_call>", between=""))
 ERNIE45 = JsonCalls("ernie45", JsonLayout("<tool_call>", "</tool_call>", inner="\n"))
 PROMPTED = JsonCalls(
@@ -186,6 +202,8 @@ PROMPTED = JsonCalls(
     JsonLayout("<tool_call>", "</tool_call>", inner="\n"),
     bare=("",),
     final=_FINAL,
+    other=QWEN_XML,
+    sign="<function=",
 )
 LLAMA_JSON = JsonCalls(
     "llama_json",

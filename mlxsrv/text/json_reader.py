@@ -245,3 +245,50 @@ class FinalReader(ObjectsReader):
 
     def end(self, *, cut: bool) -> Sequence[CallPart]:
         return [*self._kept, *super().end(cut=cut)]
+
+
+class EitherReader(ObjectsReader):
+    """Reads objects, or what another reader reads if the block begins as its calls do.
+
+    Args:
+        other: the other reader.
+        sign: the text with which its calls begin.
+    """
+
+    def __init__(
+        self, ends: Sequence[str], marks: Marks, tools: Tools, other: CallReader, sign: str
+    ) -> None:
+        super().__init__(ends, marks, tools)
+        self._other = other
+        self._sign = sign
+        self._chosen = False  # the other reads
+
+    @property
+    def rest(self) -> str:
+        return self._other.rest if self._chosen else super().rest
+
+    @property
+    def unread(self) -> str:
+        return self._other.unread if self._chosen else super().unread
+
+    def feed(self, text: str) -> Sequence[CallPart]:
+        return self._follow(self._other.feed(text)) if self._chosen else super().feed(text)
+
+    def end(self, *, cut: bool) -> Sequence[CallPart]:
+        return self._follow(self._other.end(cut=cut)) if self._chosen else super().end(cut=cut)
+
+    def _between(self) -> bool:
+        text = self._text.lstrip(SPACE)
+        if self.closed or self._listed or not self._sign.startswith(text[: len(self._sign)]):
+            return super()._between()
+        if len(text) >= len(self._sign):
+            self._chosen = True
+            self._parts += self._follow(self._other.feed(super().unread))
+        return False
+
+    def _follow(self, parts: Sequence[CallPart]) -> Sequence[CallPart]:
+        """Take the state of the other reader, which has given these parts."""
+        other = self._other
+        self.over, self.refused = other.over, other.refused
+        self.closed, self.is_open = other.closed, other.is_open
+        return parts

@@ -373,7 +373,7 @@ class AnswerReader(Stage[str, list[OutputPart]]):
             self.faults.append("no call could be read, so it is content")
         self._reader = self._trial = None
         self._after = self._after or reader.closed > 0
-        self._spared = bool(opener)
+        self._spared = bool(opener.strip())
         self._place(self._marks.spell(opener), parts)
         if len(text) <= _READ_AGAIN:
             return text

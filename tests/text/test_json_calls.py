@@ -150,6 +150,12 @@ def test_a_grammar_holds_what_the_model_writes(format: CallFormat) -> None:
             '<tool_call>\n<function>f</function>\n{"a": 1}\n</tool_call>',
             [("f", '{"a": 1}')],
         ),
+        (
+            HERMES,
+            "a\n<tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter>\n</function>\n</tool_call>b",
+            ["a", ("f", '{"a": "x"}'), "b"],
+        ),
+        (HERMES, "<tool_call> <function=", ["<tool_call> <function="]),
         (HERMES, '<tool_call>{"name": "functions.f"}', [HEARD_F]),
         (HERMES, '<tool_call>{"name": "f()"}', [HEARD_F]),
         (HERMES, '<tool_call>{"name": "api:f"}', [HEARD_F]),
