@@ -10,6 +10,7 @@ from mlxsrv.text.calls import CallFormat
 from mlxsrv.text.frames import FrameFormat
 from mlxsrv.text.headed_calls import HEADED_FORMATS
 from mlxsrv.text.json_calls import JSON_FORMATS
+from mlxsrv.text.literal_calls import LITERAL_FORMATS
 from mlxsrv.text.nested_calls import MINIMAX_M3
 from mlxsrv.text.tagged_formats import TAGGED_FORMATS
 from mlxsrv.text.thoughts import FRAME_FORMATS
@@ -27,7 +28,10 @@ class Formats(msgspec.Struct, frozen=True):
     calls: CallFormat | None = None
 
 
-_CALLS: Sequence[CallFormat] = (*JSON_FORMATS, *HEADED_FORMATS, *TAGGED_FORMATS, MINIMAX_M3)
+_CALLS: Sequence[CallFormat] = (
+    *(*JSON_FORMATS, *HEADED_FORMATS, *LITERAL_FORMATS, *TAGGED_FORMATS),
+    MINIMAX_M3,
+)
 
 THOUGHTS: Mapping[str, FrameFormat] = {each.name: each for each in FRAME_FORMATS}
 """The formats of thoughts by name."""

@@ -1,0 +1,267 @@
+"""Reads strings and other texts in calls while they are written, and gives them as JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from mlxsrv.text.calls import CallFault, CallReader
+from mlxsrv.text.literal_texts import KEY, Lookahead, Scalars, unescape
+from mlxsrv.text.marks import Marks
+from mlxsrv.text.scan import Scanner
+from mlxsrv.text.values import Argument, ArgumentTypes, escape
+
+_STRING_STOPS = {
+    quote: re.compile(rf"[\\{quote[0]}\ufdd0-\ufdef]") for quote in ('"', "'", '"""', "'''")
+}
+_NESTED = re.compile(r"[(\[{)\]},\ufdd0-\ufdef]")
+_NEXT_QUOTE = re.compile(rf"[,\[{{]\s*(?:({KEY})\s*[:=]\s*)?$")
+
+
+class LiteralSyntax(msgspec.Struct, frozen=True):
+    """The syntax of calls of one family.
+
+    Attributes:
+        end: the marker behind a block, spelled; empty if there is none.
+        quote: the marker at both sides of a string, spelled; empty if there is none.
+        colons: a key ends with a colon and a call has braces: `call:f{k:v}`, not `f(k=v)`.
+        echoed: calls may be repeated behind the end marker, with another end marker.
+    """
+
+    end: str = ""
+    quote: str = ""
+    colons: bool = False
+    echoed: bool = False
+
+
+class Level:
+    """An open object, list, or list of a call's arguments.
+
+    Attributes:
+        closer: what ends it.
+        keyed: its values have keys.
+        outer: it has a call's arguments.
+        members: the type of a value by its key.
+        item: the type of the items of a list.
+        count: how many values it has so far.
+    """
+
+    __slots__ = ("closer", "count", "item", "keyed", "keys", "members", "outer", "unnamed")
+
+    def __init__(
+        self,
+        closer: str,
+        members: Callable[[str], Argument] | None,
+        item: Argument | None = None,
+        *,
+        outer: bool = False,
+    ) -> None:
+        self.closer = closer
+        self.keyed = members is not None
+        self.outer = outer
+        self.members = members
+        self.item = item
+        self.keys: set[str] = set()
+        self.count = 0
+        self.unnamed = False  # the last value of a call had no key
+
+
+class StringReader(CallReader):
+    """The part of a reader of calls that reads strings. A subclass reads what they stand in.
+
+    Args:
+        syntax: that of the family.
+        marks: how markers are shown.
+    """
+
+    def __init__(self, syntax: LiteralSyntax, marks: Marks) -> None:
+        super().__init__()
+        self._marks = marks
+        self._syntax = syntax
+        self._end_marker = marks.show(syntax.end)
+        self._quote = marks.show(syntax.quote)
+        self._ahead = Lookahead(self._end_marker)
+        self._markers = Scanner([each for each in (self._quote, self._end_marker) if each])
+        self._quotes = Scanner([self._quote] if syntax.quote else [])
+        self._state: Callable[[], bool]
+        self._final = False  # nothing follows
+        self._levels: list[Level] = []
+        self._names: Sequence[str] = ()  # of the tool's arguments, in their order
+        self._muted = 0  # the level at which a key was repeated, counted from 1
+        self._type = ArgumentTypes({}).argument("")  # of the value that is read
+        self._delimiter = ""  # of the string that is read
+        self._kept: list[str] = []  # a text without quotes so far
+        self._depth = 0  # of brackets in it
+
+    @abstractmethod
+    def _read_after(self) -> bool:
+        """Read what follows a value."""
+
+    @abstractmethod
+    def _finish(self, fault: CallFault | None = None) -> None:
+        """Close what is open of a call, with which it is over."""
+
+    def _begin_string(self, delimiter: str, state: Callable[[], bool]) -> bool:
+        self._take(len(delimiter))
+        self._delimiter = delimiter
+        self._put('"')
+        self._state = state
+        return True
+
+    def _give_value(self, value: str) -> bool:
+        self._put(value)
+        self._state = self._read_after
+        return True
+
+    def _read_marked(self) -> bool:
+        """Read a string between markers, in which nothing else has a meaning."""
+        text = self._text
+        if text.isalnum():
+            self._put(text)
+            self._text = ""
+            return False
+        found = self._quotes.search(text)
+        limit = found[0] if found else len(text) - self._quotes.held(text) * (not self._final)
+        if len(self._end_marker) == 1 and 0 <= text.find(self._end_marker) < limit:
+            limit = text.index(self._end_marker)
+            self._put_text(self._take(limit))
+            self._finish("never closed")
+            return True
+        self._put_text(text[:limit])
+        if found is None:
+            self._text = text[limit:]
+            return False
+        self._text = text[found[1] :]
+        return self._give_value('"')
+
+    def _read_quoted(self) -> bool:
+        """Read a string between quotes. A quote that nothing fitting follows belongs to it."""
+        text, quote = self._text, self._delimiter
+        search = _STRING_STOPS[quote].search
+        given = at = 0
+        while stop := search(text, at):
+            start = stop.start()
+            if text[start] == "\\":
+                size = Lookahead.escape(text, start)
+                if start + size > len(text) and not self._final:
+                    return self._wait(given, start)
+                self._put_text(text[given:start])
+                escaped = text[start : start + size]
+                inner = self._syntax.colons or not self._levels[-1].outer
+                self._put_text(unescape(escaped, slashes=inner and quote == '"'))
+                given = at = start + size
+                continue
+            if text[start] == quote[0]:
+                ends = self._quote_ends(text, start)
+                if ends is None:
+                    return self._wait(given, start)
+                if ends:
+                    self._put_text(text[given:start])
+                    self._text = text[start + len(quote) :]
+                    return self._give_value('"')
+            elif text[start] == self._end_marker:
+                self._put_text(text[given:start])
+                self._text = text[start:]
+                self._finish("never closed")
+                return True
+            at = start + 1
+        return self._wait(given, len(text))
+
+    def _wait(self, given: int, limit: int) -> bool:
+        """Give text of a string up to a limit, at which it is not certain how it goes on."""
+        self._put_text(self._text[given:limit])
+        self._text = self._text[limit:]
+        return False
+
+    def _quote_ends(self, text: str, start: int) -> bool | None:
+        """Whether the quote at `start` ends the string; None while that is not certain."""
+        quote = self._delimiter
+        if len(quote) == 3:
+            if text.startswith(quote, start):
+                return True
+            begun = quote.startswith(text[start:])
+            return None if begun and not self._final else False
+        return self._value_ends(text, start + 1)
+
+    def _value_ends(self, text: str, at: int) -> bool | None:
+        level = self._levels[-1]
+        free = not level.keyed or level.unnamed
+        return self._ahead.value_ends(text, at, free=free, outer=level.outer, final=self._final)
+
+    def _read_bare_marked(self) -> bool:
+        """Read a text without its opening quote, or without quotes, up to the next marker."""
+        found = self._markers.search(self._text)
+        held = 0 if found or self._final else self._markers.held(self._text)
+        limit = found[0] if found else len(self._text) - held
+        self._kept.append(self._take(limit))
+        if found is None and not self._final:
+            return False
+        body = "".join(self._kept)
+        quoted = bool(found) and self._text.startswith(self._quote)
+        if quoted and not self._begins_next(body):
+            self._take(len(self._quote))
+            return self._give_value(json.dumps(self._marks.spell(body), ensure_ascii=False))
+        self._kept.clear()
+        self._text = body + self._text
+        return self._read_bare()
+
+    def _begins_next(self, body: str) -> bool:
+        """Whether the quote behind a text opens another string."""
+        found = _NEXT_QUOTE.search(body)
+        if found is None:
+            return False
+        if found[1] is None:
+            return not self._levels[-1].keyed
+        return not (self._levels[-1].outer and self._names) or found[1] in self._names
+
+    def _read_bare(self) -> bool:
+        """Read a text without quotes."""
+        text = self._text
+        for found in _NESTED.finditer(text):
+            start, sign = found.start(), found[0]
+            if sign in "([{":
+                self._depth += 1
+            elif sign in ")]}" and self._depth:
+                self._depth -= 1
+            elif sign == "," and (self._depth or not (ends := self._value_ends(text, start))):
+                if not self._depth and ends is None:
+                    self._kept.append(self._take(start))
+                    return False
+            else:
+                self._kept.append(self._take(start))
+                return self._give_bare()
+        self._kept.append(text)
+        self._text = ""
+        return self._give_bare() if self._final else False
+
+    def _give_bare(self) -> bool:
+        body = self._marks.spell("".join(self._kept)).strip()
+        value = Scalars.read(body, self._type)
+        return self._give_value(json.dumps(body, ensure_ascii=False) if value is None else value)
+
+    # Output.
+
+    def _put(self, text: str) -> None:
+        """Give JSON, unless it belongs to a key that was repeated."""
+        if self._muted or not text:
+            return
+        if self._parts and isinstance(last := self._parts[-1], str):
+            self._parts[-1] = last + text
+        else:
+            self._parts.append(text)
+
+    def _put_text(self, text: str) -> None:
+        """Give text of a string."""
+        if text:
+            self._put(escape(text if text.isascii() else self._marks.spell(text)))
+
+    def _ends_here(self, text: str) -> bool:
+        return bool(self._end_marker) and text.startswith(self._end_marker)
+
+    def _may_be(self, text: str, whole: str) -> bool:
+        """Whether a text may become another one, when more of it is there."""
+        return not self._final and len(text) < len(whole) and whole.startswith(text)
