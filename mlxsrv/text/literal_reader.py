@@ -51,6 +51,7 @@ class LiteralReader(StringReader):
         self._ends = Scanner([self._end_marker] if syntax.end else [])
         prefix = _CALL if syntax.colons else ""
         bracket = r"[{(]" if syntax.colons else r"\("
+        self._named = re.compile(rf"{prefix}({_NAME})\s{{0,8}}")
         self._head = re.compile(rf"{prefix}({_NAME})\s{{0,8}}({bracket})")
         self._head_begun = re.compile(rf"{prefix}(?:{_NAME})?\s{{0,8}}$")
         self._state = self._read_between
@@ -138,16 +139,18 @@ class LiteralReader(StringReader):
         spaced = self._bare and not self.closed and text[0] == " "
         if self._head_begun.match(text) and not self._final and not spaced:
             return False
-        # A call without arguments may have no brackets.
-        name = text.partition(self._end_marker)[0] if self._end_marker in text else ""
-        name = re.sub(f"^{_CALL}", "", name).strip()
-        if not self._end_marker or self._known(name) is None:
+        found = self._named.match(text)
+        behind = text[found.end() :] if found else ""
+        if found is None or not behind or self._known(found[1]) is None:
             self._stop()
-            return False
-        self._open_call(name)
-        self._text = text[text.index(self._end_marker) :]
-        self._finish()
-        return True
+        elif self._ends_here(behind):  # a call without arguments may have no brackets
+            self._open_call(found[1])
+            self._text = behind
+            self._finish()
+            return True
+        elif not self._may_be(behind, self._end_marker):
+            self._stop()
+        return False
 
     def _open_call(self, name: str) -> None:
         name = self._marks.spell(name)

@@ -201,22 +201,34 @@ class StringReader(CallReader):
         if found is None and not self._final:
             return False
         body = "".join(self._kept)
-        quoted = bool(found) and self._text.startswith(self._quote)
-        if quoted and not self._begins_next(body):
-            self._take(len(self._quote))
-            return self._give_value(json.dumps(self._marks.spell(body), ensure_ascii=False))
+        if found and self._text.startswith(self._quote):
+            begins = self._begins_next(body, self._text[len(self._quote) :])
+            if begins is None:
+                return False
+            if not begins:
+                self._take(len(self._quote))
+                return self._give_value(json.dumps(self._marks.spell(body), ensure_ascii=False))
         self._kept.clear()
         self._text = body + self._text
         return self._read_bare()
 
-    def _begins_next(self, body: str) -> bool:
-        """Whether the quote behind a text opens another string."""
+    def _begins_next(self, body: str, behind: str) -> bool | None:
+        """Whether the quote behind a text opens another string; None while that is not certain.
+
+        Args:
+            behind: what follows the quote.
+        """
         found = _NEXT_QUOTE.search(body)
         if found is None:
             return False
         if found[1] is None:
             return not self._levels[-1].keyed
-        return not (self._levels[-1].outer and self._names) or found[1] in self._names
+        if found[1] in self._names:
+            return True
+        behind = behind.lstrip()
+        if not behind and not self._final:
+            return None
+        return bool(behind) and behind[0] not in ",}])" and not self._ends_here(behind)
 
     def _read_bare(self) -> bool:
         """Read a text without quotes."""

@@ -1,0 +1,195 @@
+"""Calls whose arguments are literals, in every format that has them."""
+
+import json
+from typing import Any
+
+import pytest
+
+from mlxsrv.text.calls import CallFormat, Tools, WrittenCall
+from mlxsrv.text.literal_calls import (
+    FUNCTIONGEMMA,
+    GEMMA4,
+    LFM2,
+    LITERAL_FORMATS,
+    LLAMA4_PYTHONIC,
+    OLMO3,
+    PYTHONIC,
+)
+from tests.support.reading import read_each_way
+
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+    "required": ["city"],
+}
+RUN = {
+    "properties": {
+        "opts": {"type": "object"},
+        "tags": {"type": "array"},
+        "ratio": {"type": "number"},
+        "either": {"type": ["integer", "string", "null"]},
+    }
+}
+TOOLS = Tools({"weather": WEATHER, "run": RUN, "now": {}, "get-it": WEATHER})
+WRITTEN = [
+    WrittenCall("weather", {"city": "Paris, 'F' \"x\" \\ }) ]\n<b>é", "days": 3}),
+    WrittenCall("now", {}),
+    WrittenCall(
+        "run",
+        {"either": None, "opts": {"a": {"b": "x, {y}"}}, "ratio": -1.5, "tags": ["t", 2, True]},
+    ),
+]
+
+
+def named(format: CallFormat) -> str:
+    return format.name
+
+
+def heard(*calls: tuple[str, dict[str, Any]]) -> list[tuple[str, str]]:
+    return [(name, json.dumps(arguments, ensure_ascii=False)) for name, arguments in calls]
+
+
+@pytest.mark.parametrize("format", LITERAL_FORMATS, ids=named)
+def test_calls_as_the_model_writes_them(format: CallFormat) -> None:
+    expected = heard(*((call.name, dict(call.arguments)) for call in WRITTEN))
+    for count in range(1, 4):
+        assert read_each_way(format, format.spell(WRITTEN[:count]), TOOLS) == expected[:count]
+
+
+GEMMA_TEXTS: list[tuple[str, dict[str, Any]]] = [
+    ('call:weather{city:<|"|>Paris<|"|>,days:3}', {"city": "Paris", "days": 3}),
+    ('call:weather{city:Paris<|"|>,days:3}', {"city": "Paris", "days": 3}),
+    (
+        'call:weather{city:Paris, the one<|"|>,days:3}',
+        {"city": "Paris, the one", "days": 3},
+    ),
+    ('call:weather{days:3,city:2 } of 3<|"|>}', {"days": 3, "city": "2 } of 3"}),
+    ('call:weather{city:<|"|>Paris<|"|>days:3}', {"city": "Paris", "days": 3}),
+    ('call:weather{"city":"Pa\\"r, is","days":3}', {"city": 'Pa"r, is', "days": 3}),
+    ('call:weather{<|"|>city<|"|>:<|"|>x<|"|>}', {"city": "x"}),
+    ('call:weather(city="Paris", days=3)', {"city": "Paris", "days": 3}),
+    ("call:weather(city='Paris')", {"city": "Paris"}),
+    ('call:weather({"city": "Paris"})', {"city": "Paris"}),
+    ('call:weather(city:<|"|>x<|"|>)', {"city": "x"}),
+    (':weather{city:<|"|>x<|"|>}', {"city": "x"}),
+    ('weather{city:<|"|>x<|"|>}', {"city": "x"}),
+    ('call:ns:weather{city:<|"|>x<|"|>}', {"city": "x"}),
+    ('call:default_api.weather{city:<|"|>x<|"|>}', {"city": "x"}),
+    ("call:weather{city:Paris,days:3}", {"city": "Paris", "days": 3}),
+    ('call:weather{city:Paris,extra:<|"|>b<|"|>}', {"city": "Paris", "extra": "b"}),
+    ("call:weather{city:007}", {"city": "007"}),
+    ('call:weather{a-b:<|"|>x<|"|>,c.d:1}', {"a-b": "x", "c.d": 1}),
+    ('call:weather{city:<|"|>x<|"|>,city:<|"|>y<|"|>,days:1}', {"city": "x", "days": 1}),
+    ('call:weather{city:Paris, so:<|"|>,days:1}', {"city": "Paris, so:", "days": 1}),
+]
+
+
+@pytest.mark.parametrize(("body", "arguments"), GEMMA_TEXTS)
+def test_gemma(body: str, arguments: dict[str, Any]) -> None:
+    assert read_each_way(GEMMA4, f"a<|tool_call>{body}<tool_call|>", TOOLS) == [
+        "a",
+        *heard(("weather", arguments)),
+    ]
+
+
+def test_gemma_without_its_markers() -> None:
+    assert read_each_way(GEMMA4, 'a\ncall:weather{city:<|"|>x<|"|>} b', TOOLS) == [
+        "a",
+        ("weather", '{"city": "x"}'),
+        "b",
+    ]
+    text = 'call:weather{city:<|"|>x<|"|>}call:now{}<tool_call|>'
+    assert read_each_way(GEMMA4, text, TOOLS) == [("weather", '{"city": "x"}'), ("now", "{}")]
+    for prose in ("Please call: John{x}", "call:john{}", "the recall:now that", "call:now"):
+        assert read_each_way(GEMMA4, prose, TOOLS) == [prose]
+
+
+def test_gemma_without_its_end() -> None:
+    start = "<|tool_call>call:weather{city:"
+    assert read_each_way(GEMMA4, start + '<|"|>x<|"|>', TOOLS) == [("weather", '{"city": "x"}')]
+    assert read_each_way(GEMMA4, start + '<|"|>x y', TOOLS) == [("weather", '{"city": "x y')]
+    assert read_each_way(GEMMA4, "<|tool_call>call:now<tool_call|>", TOOLS) == [("now", "{}")]
+    assert read_each_way(GEMMA4, "<|tool_call>what is it<tool_call|>", TOOLS) == [
+        "<|tool_call>what is it<tool_call|>"
+    ]
+    two = 'call:weather{city:<|"|>x<|"|>}<|tool_call>call:now{}'
+    assert read_each_way(GEMMA4, "<|tool_call>" + two, TOOLS) == [
+        ("weather", '{"city": "x"}'),
+        ("now", "{}"),
+    ]
+
+
+PYTHON_TEXTS: list[tuple[str, list[str | tuple[str, dict[str, Any]]]]] = [
+    ("[weather(city='a\nb')]", [("weather", {"city": "a\nb"})]),
+    ("[weather(city='a\\nb\\u00e9\\ud83d\\ude00\\'')]", [("weather", {"city": "a\nbé😀'"})]),
+    ("[weather(city='sed -n '1,9p' f')]", [("weather", {"city": "sed -n '1,9p' f"})]),
+    ("[weather(city='print('x')', days=3)]", [("weather", {"city": "print('x')", "days": 3})]),
+    ('[weather(city="""a"b\n""")]', [("weather", {"city": 'a"b\n'})]),
+    ("[weather(city='', days=07)]", [("weather", {"city": "", "days": 7})]),
+    ("[weather(city=007)]", [("weather", {"city": "007"})]),
+    ("[weather(from='x', class=2)]", [("weather", {"from": "x", "class": 2})]),
+    ("[get-it(city='x')]", [("get-it", {"city": "x"})]),
+    ("[api.weather(city='x')]", [("weather", {"city": "x"})]),
+    ("[weather('x', 3)]", [("weather", {"city": "x", "days": 3})]),
+    ("[weather('x', days=3,)]", [("weather", {"city": "x", "days": 3})]),
+    (
+        "[weather(city=x (y), days=3)]",
+        [("weather", {"city": "x (y)", "days": 3})],
+    ),
+    ("weather(city='x')", [("weather", {"city": "x"})]),
+    ("[now(), now( )]", [("now", {}), ("now", {})]),
+    (
+        "[run(opts={'a': [None, (1, 2)], \"b\": true}, tags=['x', 'it\\'s'], ratio=1_0)]",
+        [
+            (
+                "run",
+                {"opts": {"a": [None, [1, 2]], "b": True}, "tags": ["x", "it's"], "ratio": 10},
+            )
+        ],
+    ),
+    ("[run(either=None, ratio=-1.5e3)]", [("run", {"either": None, "ratio": -1500.0})]),
+]
+
+
+@pytest.mark.parametrize(("body", "expected"), PYTHON_TEXTS)
+def test_python(body: str, expected: list[tuple[str, dict[str, Any]]]) -> None:
+    calls = [(name, json.loads(text)) for name, text in heard(*expected)]
+    marked = f"<|tool_call_start|>{body}<|tool_call_end|>"
+    for text in (marked, marked + " Then.", marked[:-18]):
+        read = read_each_way(LFM2, text, TOOLS)
+        rest = ["Then."] if text.endswith("Then.") else []
+        assert [(each[0], json.loads(each[1])) for each in read[: len(calls)]] == calls
+        assert read[len(calls) :] == rest
+
+
+def test_echoed_calls() -> None:
+    call = "[weather(city='x')]<|tool_call_end|>"
+    text = f"<|tool_call_start|>{call}{call}<|tool_call_end|>So."
+    assert read_each_way(LFM2, text, TOOLS) == [("weather", '{"city": "x"}'), "So."]
+    text = f"<|tool_call_start|>{call}weather(city) is it."
+    assert read_each_way(LFM2, text, TOOLS) == [
+        ("weather", '{"city": "x"}'),
+        "weather(city) is it.",
+    ]
+
+
+def test_python_that_begins_an_answer() -> None:
+    for format in (PYTHONIC, LLAMA4_PYTHONIC):
+        text = '[weather(city="x"), now()]'
+        assert read_each_way(format, text, TOOLS) == [("weather", '{"city": "x"}'), ("now", "{}")]
+        for prose in ("[1] is", "[other(x=1)]", "[weather] is", "weather(x=1)", "See [now()]"):
+            assert read_each_way(format, prose, TOOLS) == [prose]
+    text = "<|python_start|>[now()]<|python_end|>"
+    assert read_each_way(LLAMA4_PYTHONIC, text, TOOLS) == [("now", "{}")]
+
+
+def test_a_call_a_line() -> None:
+    text = "<function_calls>\nweather(city='a')\nrun(opts={\"a\": true}, ratio=null)\n"
+    calls = heard(("weather", {"city": "a"}), ("run", {"opts": {"a": True}, "ratio": None}))
+    assert read_each_way(OLMO3, text + "</function_calls> b", TOOLS) == [*calls, "b"]
+    assert read_each_way(OLMO3, text, TOOLS) == calls
+
+
+def test_functiongemma() -> None:
+    text = "<start_function_call>call:weather{city:<escape>a}b<escape>,days:3}<end_function_call>"
+    assert read_each_way(FUNCTIONGEMMA, text, TOOLS) == [("weather", '{"city": "a}b", "days": 3}')]
