@@ -409,7 +409,8 @@ class AnswerReader(Stage[str, list[OutputPart]]):
         assert self._offered is not None
         opened = held[0]
         known = isinstance(opened, CallOpened) and opened.name in self._offered.tools
-        if closed.fault is not None or not known:
+        whole = closed.fault is None and is_object("".join(x for x in held if isinstance(x, str)))
+        if not known or not whole:
             return False
         self._trial = None
         self._frame.leave()

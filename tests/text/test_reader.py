@@ -83,6 +83,11 @@ CALL = ["f", '{"a": 1}']
             ('<tool_call>\n{"name": "f", "arguments": {"a":', "", []),
             id="a call that is not whole",
         ),
+        pytest.param(
+            '<tool_call>{"name": "f", "arguments": {"a": yes}}</tool_call></think>So.',
+            ('<tool_call>{"name": "f", "arguments": {"a": yes}}</tool_call>', "So.", []),
+            id="arguments that are no JSON",
+        ),
     ],
 )
 def test_a_call_in_a_thought_is_one_if_it_is_whole_and_known(
