@@ -95,6 +95,7 @@ _CALLS_BY_TOKENS = (
     _Sign("seed_oss", ["<seed:tool_call>"]),
     _Sign("longcat", ["<longcat_tool_call>"]),
     _Sign("lfm2", ["<|tool_call_start|>"]),
+    _Sign("lfm2", ["<|tool_list_start|>"]),
     _Sign("apertus", ["<|tools_prefix|>"]),
     _Sign("command", ["<|START_ACTION|>"]),
     _Sign("hy_v3", ["<tool_sep>", "<arg_key>"]),
@@ -166,6 +167,9 @@ _CALLS_BY_PARSER = {
     "qwen3_coder": _Sign("qwen_xml", ["<tool_call>"]),
 }
 
+# By mlx-lm's name of code that takes the place of a template.
+_CALLS_BY_CODE = {"deepseek_v32": "deepseek_v32", "muse_spark": "muse"}
+
 # By the beginning of a `model_type`.
 _CALLS_BY_FAMILY = {
     "deepseek_v32": "deepseek_v32",
@@ -208,6 +212,8 @@ def _choose(kind: FormatKind, word: str | None, found: Iterable[str]) -> str:
 
 
 def _calls(evidence: Evidence) -> Iterator[str]:
+    code = str(evidence.settings.get("chat_template_type"))
+    yield from filter(None, [_CALLS_BY_CODE.get(code)])
     for template in evidence.templates or [""]:
         yield from _first(_CALLS_BY_TOKENS, evidence, template)
     family = str(evidence.config.get("model_type"))

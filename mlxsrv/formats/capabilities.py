@@ -1,89 +1,42 @@
 """Capabilities of decoders, as far as their files show: what this server can do with them.
 
-The rules for calls and thoughts are mlx-lm's, which reads both. Once a model's tokenizer is loaded,
-it knows for sure.
+Once a model's tokenizer is loaded, it knows for sure: it has the whole vocabulary.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from mlxsrv.formats.answer_formats import Evidence, FormatWords, detect
 from mlxsrv.formats.files import LONGEST_TEXT, JSONObject, read_start
+from mlxsrv.formats.format_names import NONE
 from mlxsrv.formats.infill import find_family
 
 OF_TOKENIZERS = ("tools", "thinking", "insert")
 """The capabilities that a loaded tokenizer knows better than its files: reading calls of tools,
 separating thoughts from the answer, and filling in the middle."""
 
-_TOOLS = re.compile(r"\btools\b")
 
-_XTML = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
-
-_THOUGHTS = (
-    ("<think>", "</think>"),
-    ("<longcat_think>", "</longcat_think>"),
-    ("<|think:start|>", "<|think:end|>"),
-    ("<|channel>", "<channel|>"),
-    _XTML,
-)
-"""Tokens that separate thoughts from the answer: all of a line are in the vocabulary."""
-
-_CALLS_IN_TEMPLATES = (
-    ("<minimax:tool_call>",),
-    ("<|tool_call>", "<tool_call|>"),
-    ("<start_function_call>",),
-    ("<longcat_tool_call>",),
-    ("<arg_key>",),
-    ("<|tool_list_start|>",),
-    ("<|tool_call_start|>",),
-    ("<tool_call>\\n<function=",),
-    ("<tool_call>\n<function=",),
-    ("<|tool_calls_section_begin|>",),
-    ('<function name="', '<param name="'),
-    ("[TOOL_CALLS]",),
-    ("<atem:function_calls>",),
-    ("<tool_call>", "tool_call.name"),
-)
-"""Texts in a template with which calls can be read: all of a line are there."""
-
-_CALLS_IN_VOCABULARIES = (_XTML, ("<|tool_call_start|>", "<|tool_call_end|>"))
-
-
-def decoder_capabilities(
-    *, chats: bool, template: str, tokens: Container[str], settings: JSONObject
-) -> tuple[str, ...]:
+def decoder_capabilities(*, chats: bool, evidence: Evidence, words: FormatWords) -> tuple[str, ...]:
     """Return what a decoder that is no embedder can do.
 
     Args:
         chats: it has a chat template, or code in its place.
-        template: the template's text; "" if it has none, or several.
-        tokens: those that its tokenizer's files list.
-        settings: `tokenizer_config.json`.
+        evidence: for its formats of calls and thoughts.
+        words: the operator's, for these.
     """
+    formats = detect(evidence, words)
     found = {
-        "tools": bool(_TOOLS.search(template)) and reads_calls(template, tokens, settings),
-        "thinking": chats and _any_whole(_THOUGHTS, tokens),
-        "insert": find_family(tokens) is not None,
+        "tools": chats and formats.calls != NONE,
+        "thinking": chats and formats.thoughts != NONE,
+        "insert": find_family(evidence.vocabulary) is not None,
     }
     chat = ("chat",) if chats else ()
     return ("completion", *chat, *(name for name in OF_TOKENIZERS if found[name]))
-
-
-def reads_calls(template: str, tokens: Container[str], settings: JSONObject) -> bool:
-    """Return whether mlx-lm has a parser for the calls of a model with this template."""
-    if settings.get("tool_parser_type") is not None:
-        return True
-    known = any(all(text in template for text in texts) for texts in _CALLS_IN_TEMPLATES)
-    return known or _any_whole(_CALLS_IN_VOCABULARIES, tokens)
-
-
-def _any_whole(groups: tuple[tuple[str, ...], ...], tokens: Container[str]) -> bool:
-    return any(all(token in tokens for token in group) for group in groups)
 
 
 class _Added(msgspec.Struct):

@@ -19,6 +19,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from mlxsrv.formats.answer_formats import FROM_FILES, Evidence, FormatWords
 from mlxsrv.formats.architectures import check_architecture, template_code
 from mlxsrv.formats.capabilities import added_tokens, decoder_capabilities
 from mlxsrv.formats.encoders import (
@@ -110,7 +111,12 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def describe_model(
-    folder: Path, *, name: str = "", trust_remote_code: bool = False, stand_ins: bool = False
+    folder: Path,
+    *,
+    name: str = "",
+    trust_remote_code: bool = False,
+    words: FormatWords = FROM_FILES,
+    stand_ins: bool = False,
 ) -> ModelDescription:
     """Return what the files in a folder say of the model.
 
@@ -118,6 +124,7 @@ def describe_model(
         folder: the model's files, which may be links.
         name: what the model is called, if the folder's name is not it.
         trust_remote_code: Python code that comes with the files may be run.
+        words: the operator's, for its formats of calls and thoughts.
         stand_ins: the weights are still to come, and other tensors are in their place: the config
             is not compared with them.
 
@@ -147,12 +154,12 @@ def describe_model(
         elif embeds:
             capabilities = ("embedding",)
         else:
-            several = isinstance(settings.get("chat_template"), list)
+            templates = _template_texts(folder, files, settings)
+            tokens = added_tokens(folder, files, settings)
             capabilities = decoder_capabilities(
                 chats=template is not None,
-                template="" if several else _template_text(folder, files, settings),
-                tokens=added_tokens(folder, files, settings),
-                settings=settings,
+                evidence=Evidence(tokens, templates, settings, config),
+                words=words,
             )
         quantization = quantization_config(config)
         parameters = count_parameters(weights.tensors, quantization)
@@ -218,13 +225,23 @@ def _chat_template(
 
 def _template_text(folder: Path, files: Iterable[str], settings: JSONObject) -> str:
     """Return the text of the template; of several, all. Nothing if it has none."""
+    return "\n".join(_template_texts(folder, files, settings))
+
+
+def _template_texts(folder: Path, files: Iterable[str], settings: JSONObject) -> list[str]:
+    """Return the texts of the templates, first that for chats with tools."""
     text = read_start(folder / "chat_template.jinja", files, LONGEST_TEXT)
-    if not text.strip():
+    if text.strip():
+        others = folder / "additional_chat_templates"
+        names = frozenset(os.listdir(others)) if others.is_dir() else frozenset[str]()
+        texts = [read_start(others / "tool_use.jinja", names, LONGEST_TEXT), text]
+    else:
         named = settings.get("chat_template")
-        listed = named if isinstance(named, list) else [{"template": named}]
-        texts = [entry.get("template") for entry in listed if isinstance(entry, dict)]
-        text = "\n".join(text for text in texts if isinstance(text, str))
-    return text if text.strip() else ""
+        listed = named if isinstance(named, list) else [{"name": "default", "template": named}]
+        entries = [entry for entry in listed if isinstance(entry, dict)]
+        entries.sort(key=lambda entry: entry.get("name") != "tool_use")
+        texts = [str(entry.get("template") or "") for entry in entries]
+    return [text for text in texts if text.strip()]
 
 
 def _encoder_capabilities(folder: Path, config: JSONObject) -> tuple[str, ...]:

@@ -101,10 +101,20 @@ class ChatTemplate:
         return bool(self._wrapper.has_chat_template)
 
     @property
+    def is_text(self) -> bool:
+        """Whether it is in Jinja, not code in Python."""
+        return bool(self._texts) and self._wrapper._chat_template is None
+
+    @property
     def source(self) -> str | None:
         """The template's text; None if there is none, if there are several, or it is code."""
         template = self._wrapper.chat_template
         return template if isinstance(template, str) else None
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether it may write tools. Code takes what every other template takes."""
+        return self.has_variable("tools") or (self.exists and not self.is_text)
 
     def has_variable(self, name: str) -> bool:
         """Whether a variable of this name may stand in the template."""

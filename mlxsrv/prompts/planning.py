@@ -128,7 +128,8 @@ def _make_chat(
     template does not take."""
     tools = [plain_tool(tool) for tool in _offered(asked, tokenizer)]
     calls = _offered_calls(asked, tokenizer) if tools else None
-    if tools and calls is None:
+    if tools and calls is None and not tokenizer.leaves_calls:
+        tokenizer.log_once("tools refused", reason="it is not known how this model calls tools")
         path = spec.path("tools")
         raise UnsupportedParameter(
             f"{path}: it is not known how this model calls tools; start the server with "
@@ -137,11 +138,11 @@ def _make_chat(
         )
     variables, ignored = _variables(spec, asked, tokenizer)
     messages = [plain_message(message) for message in asked.messages]
-    if calls is not None and not _has_variable("tools", asked, tokenizer):
+    if calls is not None and not _takes_tools(asked, tokenizer):
         tokenizer.log_once("tools described in the system message", format=calls.format.name)
         messages, tools = describe_tools(messages, tools, calls.format), []
     if asked.template is None:
-        messages = tokenizer.chat_template.adapt(messages, tools=calls is not None)
+        messages = tokenizer.chat_template.adapt(messages, tools=bool(tools))
     chat = Chat(
         messages=messages,
         variables=variables,
@@ -154,6 +155,12 @@ def _make_chat(
         template_path=spec.path("chat_template"),
     )
     return chat, calls, ignored
+
+
+def _takes_tools(asked: ChatPrompt, tokenizer: Tokenizer) -> bool:
+    if asked.template is not None:
+        return "tools" in asked.template
+    return tokenizer.chat_template.takes_tools
 
 
 def _offered_calls(asked: ChatPrompt, tokenizer: Tokenizer) -> OfferedCalls | None:

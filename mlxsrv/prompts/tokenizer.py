@@ -18,8 +18,8 @@ from mlxsrv.formats.answer_formats import (
     detect,
     find_ends,
 )
-from mlxsrv.formats.capabilities import OF_TOKENIZERS
-from mlxsrv.formats.infill import find_family
+from mlxsrv.formats.capabilities import OF_TOKENIZERS, decoder_capabilities
+from mlxsrv.formats.format_names import NONE
 from mlxsrv.generation.parameters import Constraint, Grammar
 from mlxsrv.logs import log
 from mlxsrv.prompts.chat_template import ChatTemplate, template_texts
@@ -88,6 +88,7 @@ class Tokenizer:
         context: tokens of prompt and answer together, or None; set by the pool.
         marks_checkpoints: prompts tell their `checkpoints`. The pool turns it off for models whose
             KV caches can be cut back, which is known once they are loaded.
+        leaves_calls: the operator wants calls as the model writes them, in the content.
         enforces_calls: each call that the model makes is held to its tool's schema; set by the
             pool.
 
@@ -139,7 +140,11 @@ class Tokenizer:
         self._checkpoints = CheckpointFinder(self.chat_template, self._encoder, self.turn_ends)
         self.defaults = sampling_defaults(generation)
         self.vocabulary = vocabulary_size(config) or len(self._wrapper)
-        self.capabilities = self._find_capabilities()
+        capabilities = decoder_capabilities(
+            chats=self.chat_template.exists, evidence=evidence, words=words
+        )
+        self.capabilities = tuple(name for name in OF_TOKENIZERS if name in capabilities)
+        self.leaves_calls = words.calls == NONE
         self.marks_checkpoints = True
         self.context: int | None = None
         self.enforces_calls = False
@@ -147,15 +152,6 @@ class Tokenizer:
         self.grammars = GrammarCompiler(
             self._wrapper._tokenizer, vocabulary=self.vocabulary, end_tokens=self.turn_ends
         )
-
-    def _find_capabilities(self) -> tuple[str, ...]:
-        template = self.chat_template
-        found = {
-            "tools": self.formats.calls is not None and template.has_variable("tools"),
-            "thinking": self.formats.thoughts.thinks and template.exists,
-            "insert": find_family(self.ids_by_name) is not None,
-        }
-        return tuple(name for name in OF_TOKENIZERS if found[name])
 
     # Facts.
 

@@ -5,17 +5,12 @@ from __future__ import annotations
 import ast
 import inspect
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from mlx_lm import tokenizer_utils
 
-from mlxsrv.formats.capabilities import (
-    _CALLS_IN_TEMPLATES,
-    _CALLS_IN_VOCABULARIES,
-    _XTML,
-    reads_calls,
-)
+from mlxsrv.formats.answer_formats import Evidence, FormatWords, detect
+from mlxsrv.formats.format_names import NONE
 from mlxsrv.formats.infill import FAMILIES
 from mlxsrv.formats.model_folder import describe_model
 from mlxsrv.prompts.tokenizer import Tokenizer
@@ -42,22 +37,30 @@ def test_words_of_thoughts_in_a_template_are_not_enough(folder: Path) -> None:
     assert Tokenizer(folder).capabilities == ()
 
 
-def test_the_calls_that_can_be_read_are_those_of_mlx_lms_parsers() -> None:
-    """Each text that its rules name is in one of ours, and ours are enough for it."""
+def test_calls_are_known_wherever_mlx_lm_has_a_parser(folder: Path) -> None:
+    """Each text that its rules name is enough."""
     rules = ast.parse(inspect.getsource(tokenizer_utils._infer_tool_parser).strip())
     named = {
         compared.left.value
         for compared in ast.walk(rules)
-        if isinstance(compared, ast.Compare) and isinstance(compared.left, ast.Constant)
+        if isinstance(compared, ast.Compare)
+        and isinstance(compared.left, ast.Constant)
+        and isinstance(compared.left.value, str)
     }
-    ours = (*_CALLS_IN_TEMPLATES, *_CALLS_IN_VOCABULARIES)
-    assert named == {text for texts in ours for text in texts if text not in _XTML}
-    for template, tokens in (
-        *(("".join(texts), frozenset[str]()) for texts in _CALLS_IN_TEMPLATES),
-        *(("", frozenset(texts)) for texts in _CALLS_IN_VOCABULARIES),
-        *((text, frozenset({text})) for texts in ours for text in texts),
-        ("<tool_call>", frozenset[str]()),
-    ):
-        theirs = SimpleNamespace(chat_template=template, get_vocab=lambda tokens=tokens: tokens)
-        known = tokenizer_utils._infer_tool_parser(theirs) is not None
-        assert reads_calls(template, tokens, {}) == known, (template, tokens)
+    assert len(named) > 10
+    pairs = ("<|tool_call>", "<tool_call|>", "<|tool_call_start|>", "<|tool_call_end|>")
+    for text in named - {"tool_call.name", *pairs}:
+        whole = '<function name="<param name="' if "name=" in text else text
+        assert detect(Evidence((), [whole])).calls != NONE, text
+    for one, other in (pairs[:2], pairs[2:]):
+        assert detect(Evidence({one, other})).calls != NONE
+
+
+def test_the_operators_word_makes_tools_possible(folder: Path) -> None:
+    change(folder / "tokenizer_config.json", chat_template=PLAIN)
+    words = FormatWords("prompted", "none")
+    assert "tools" not in describe_model(folder).capabilities
+    assert describe_model(folder, words=words).capabilities == ("completion", "chat", "tools")
+    assert Tokenizer(folder, words=words).capabilities == ("tools",)
+    words = FormatWords("none", "none")
+    assert describe_model(folder, words=words).capabilities == ("completion", "chat")

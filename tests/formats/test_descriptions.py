@@ -233,12 +233,13 @@ PLAIN = "{% for message in messages %}{{ message.content }}{% endfor %}"
             {"chat_template.jinja": PLAIN + "{{ tools }}"},
             ("chat", "tools", "thinking"),
         ),
-        ({"chat_template": PLAIN + "[TOOL_CALLS]"}, {}, ("chat", "thinking")),
+        # Its tools are described in the system message.
+        ({"chat_template": PLAIN + "[TOOL_CALLS]"}, {}, ("chat", "tools", "thinking")),
         ({"chat_template": CHAT_TEMPLATE}, {"chat_template.jinja": PLAIN}, ("chat", "thinking")),
         # Only processors of images read this one.
         ({}, {"chat_template.json": json.dumps({"chat_template": PLAIN})}, ()),
-        # Code in the place of a template: nobody knows whether it takes tools.
-        ({"chat_template_type": "deepseek_v32"}, {}, ("chat", "thinking")),
+        # Code in the place of a template: it takes tools, and the calls are its own.
+        ({"chat_template_type": "deepseek_v32"}, {}, ("chat", "tools", "thinking")),
     ],
 )
 def test_a_model_chats_if_its_tokenizer_will(

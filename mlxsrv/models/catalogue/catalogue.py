@@ -115,7 +115,7 @@ class Catalogue:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._named = _named(settings.model)
-        self._seen: dict[Path, tuple[Hashable, ModelDescription | str]] = {}
+        self._seen: dict[tuple[Path, FormatWords], tuple[Hashable, ModelDescription | str]] = {}
         self._reported: set[tuple[str, str]] = set()
         self._refreshing = anyio.Lock()
         for folder in settings.models_dir:
@@ -305,10 +305,11 @@ class Catalogue:
         if folder is None:
             return {}
         stamp = signature(folder)
-        seen = self._seen.get(folder)
+        words = self.format_words(entry)
+        seen = self._seen.get((folder, words))
         if seen is None or seen[0] != stamp:
-            seen = (stamp, self._describe(folder, entry.name))
-            self._seen[folder] = seen
+            seen = (stamp, self._describe(folder, entry.name, words))
+            self._seen[folder, words] = seen
         described = seen[1]
         if isinstance(described, ModelDescription) and entry.source.adapter is not None:
             try:
@@ -319,13 +320,12 @@ class Catalogue:
             return {"problem": described}
         return {"description": described, "created": int(described.modified_at)}
 
-    def _describe(self, folder: Path, name: str) -> ModelDescription | str:
+    def _describe(self, folder: Path, name: str, words: FormatWords) -> ModelDescription | str:
         try:
             # The name says what kind of model it is; its revision does not.
             name = name.partition("@")[0]
-            return describe_model(
-                folder, name=name, trust_remote_code=self._settings.trust_remote_code
-            )
+            trust = self._settings.trust_remote_code
+            return describe_model(folder, name=name, trust_remote_code=trust, words=words)
         except UnusableFile as error:
             return str(error)
 
