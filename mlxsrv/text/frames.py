@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from mlxsrv.generation.outputs import Channel
@@ -170,13 +170,9 @@ class WrappedAnswers(FrameFormat):
         self._anywhere = anywhere
 
     def frame(self, marks: Marks, *, thinking: bool, prompt: str = "") -> Frame:
-        start, end = map(marks.show, self.marks[:2])
-        opens = [marks.show(opened) for opened, _ in self._wrappers]
-        closes = [marks.show(closed) for _, closed in self._wrappers]
         wrapped = any(prompt.rstrip().endswith(opened) for opened, _ in self._wrappers)
-        return _WrappedFrame(
-            (start, end, opens, closes), thinking, wrapped=wrapped, anywhere=self._anywhere
-        )
+        frame = _AnywhereFrame if self._anywhere else _WrappedFrame
+        return frame(marks, self.marks[:2], self._wrappers, thinking=thinking, wrapped=wrapped)
 
     def leaves_open(self, prompt: str) -> bool:
         return prompt.rstrip().endswith(self.marks[0])
@@ -343,24 +339,26 @@ class _WrappedFrame(PairFrame):
     """The frame of a pair of markers, with wrappers around the answer.
 
     Args:
-        markers: those that open a thought and close it, that open wrappers and close them.
+        pair: the markers of thoughts, spelled.
+        wrappers: pairs of markers, spelled.
         wrapped: the prompt has opened a wrapper.
-        anywhere: all wrappers count.
     """
 
     def __init__(
         self,
-        markers: tuple[str, str, Sequence[str], Sequence[str]],
-        thinking: bool,
+        marks: Marks,
+        pair: Sequence[str],
+        wrappers: Sequence[tuple[str, str]],
         *,
+        thinking: bool,
         wrapped: bool,
-        anywhere: bool,
     ) -> None:
-        start, end, self._opens, closes = markers
+        start, end = map(marks.show, pair)
         super().__init__([start], [end], thinking=thinking)
-        self._pair: Collection[str] = self.markers
-        self.markers = (start, end, *self._opens, *closes)
-        self._anywhere = anywhere
+        self._marks = marks
+        self._pair = self.markers
+        self._opens = [marks.show(opened) for opened, _ in wrappers]
+        self.markers = (*self._pair, *(marks.show(mark) for both in wrappers for mark in both))
         self._depth = int(wrapped)  # of wrappers that are open
         self._fresh = not wrapped  # content has not begun, so it may be wrapped
         self._tail = ""  # whitespace that is dropped if the wrapper ends here
@@ -371,24 +369,25 @@ class _WrappedFrame(PairFrame):
                 self._tail = ""
             self._fresh = True
             return super().cross(marker)
-        if self._anywhere:
-            wraps = True
-            self._depth = int(marker in self._opens)
-        elif self.reasoning:
-            wraps = False
-        elif marker in self._opens:
-            wraps = self._fresh
-            self._depth += self._fresh or self._depth > 0
-        else:
-            wraps = self._depth == 1
-            self._depth = max(self._depth - 1, 0)
-        if not wraps:
-            return self.place(marker)
+        opens = marker in self._opens
+        if not self._counts(opens=opens):
+            return self.place(self._marks.spell(marker))
         self._fresh = False
         self._tail = ""
-        if not self.reasoning or marker in self._opens:
+        if opens or not self.reasoning:
             self.leave()
         return ()
+
+    def _counts(self, *, opens: bool) -> bool:
+        """Note a marker of a wrapper; return whether it is one, and no text."""
+        if self.reasoning:
+            return False
+        if opens:
+            self._depth += self._fresh or self._depth > 0
+            return self._fresh
+        closes = self._depth == 1
+        self._depth = max(self._depth - 1, 0)
+        return closes
 
     def flush(self) -> Sequence[Piece]:
         tail, self._tail = self._tail, ""
@@ -404,11 +403,19 @@ class _WrappedFrame(PairFrame):
         return super()._place_content(before + text.removesuffix(self._tail))
 
 
+class _AnywhereFrame(_WrappedFrame):
+    """The frame of wrappers that are tokens: none of them is text."""
+
+    def _counts(self, *, opens: bool) -> bool:
+        self._depth = int(opens)
+        return True
+
+
 class _HeadedFrame(PairFrame):
     """The frame of headings, which are text but where the answer begins."""
 
     def cross(self, marker: str) -> Sequence[Piece]:
-        begins = self._lead is not None
+        begins = self._lead is not None  # nothing but whitespace stands before
         if begins or (self.reasoning and marker not in self._starts):
             return super().cross(marker)
         return self.place(marker)

@@ -91,8 +91,9 @@ class _MessageFrame(Frame):
     channel that is known counts, and the last recipient. Where one may begin without a marker, at
     the beginning and between messages, text waits while it may be one.
 
-    A message to a tool that models know without being told is a thought, unless it is read as a
-    call, and so is one in another role than the model's: a result that it has made up.
+    A message to a tool that models know without being told is a thought, unless a tool of the
+    request has this very name. So is one in another role than the model's: a result that it has
+    made up.
     """
 
     def __init__(self, start: str, text: str, ends: Sequence[str], parts: Sequence[str]) -> None:
@@ -210,8 +211,10 @@ def _read_header(parts: Sequence[str]) -> _Message:
     if not recipient or recipient in _ASIDE:
         aside = channel in _ASIDE or recipient in _ASIDE
         return _Message("thought" if aside else "content")
-    built_in = recipient.split(".", 1)[0] in _BUILT_IN
-    return _Message("thought" if built_in else "call", recipient)
+    owner, _, part = recipient.partition(".")
+    if owner in _BUILT_IN:
+        return _Message("thought", "" if part else recipient)
+    return _Message("call", recipient)
 
 
 class TaggedMessages(FrameFormat):
@@ -259,7 +262,8 @@ class _TagFrame(Frame):
         self._channels = PairFrame((), (), thinking=thinking)
         self._thought: list[str] = []  # the text of the thought that is open
         self._answered = False  # a response was begun
-        self._inside = True  # in a thought or a response, where whitespace counts
+        self._inside = True  # in a thought or a response, or in what is neither and no gap
+        self._gap = ""  # whitespace between elements
         self.reasoning = thinking
 
     def place(self, text: str) -> Sequence[Piece]:
@@ -287,8 +291,11 @@ class _TagFrame(Frame):
     def _give(self, text: str) -> Sequence[Piece]:
         if self.reasoning and not self._answered:
             self._thought.append(text)
-        if not self._inside and not text.strip():
-            return ()
+        if not self._inside:
+            self._gap += text
+            if self._gap.isspace():
+                return ()
+            text, self._gap, self._inside = self._gap, "", True
         return self._channels.place(text)
 
     def _end_tag(self) -> Sequence[Piece]:
@@ -302,7 +309,7 @@ class _TagFrame(Frame):
         name = tag.partition(" ")[0]
         if self._opening and name in ("tools", "call"):
             self.header = tag
-            self._inside = False
+            self._inside, self._gap = False, ""
         elif self._opening and name in ("think", "response"):
             self._answered = name == "response"
             self._thought.clear()
@@ -316,7 +323,7 @@ class _TagFrame(Frame):
 
     def _go_on(self, *, thinking: bool, inside: bool) -> None:
         self.reasoning = thinking
-        self._inside = inside
+        self._inside, self._gap = inside, ""
         if thinking:
             self._channels.think()
         else:
