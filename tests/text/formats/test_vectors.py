@@ -1,0 +1,90 @@
+"""Answers in every format are read right, however they arrive, and wherever they end."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxsrv.text.formats import CALLS
+from tests.support.cuts import cut
+from tests.support.effort import examples
+from tests.text.formats.hearing import (
+    Heard,
+    Vector,
+    all_marks,
+    by_format,
+    hear,
+    reader,
+    shown,
+    vectors,
+)
+
+VECTORS = by_format()
+each_format = pytest.mark.parametrize("format", VECTORS)
+
+
+def test_every_format_has_vectors() -> None:
+    assert set(CALLS) <= set(VECTORS)
+
+
+@each_format
+def test_answers_are_read(format: str) -> None:
+    for vector in VECTORS[format]:
+        for marks in all_marks(vector):
+            heard = hear(vector, [shown(vector, marks)], marks)
+            assert heard.meets(vector.expect), (vector.id, vector.why, vector.text, heard)
+
+
+@pytest.mark.slow
+@each_format
+def test_any_split_is_heard_as_the_whole(format: str) -> None:
+    for vector in VECTORS[format]:
+        for marks in all_marks(vector):
+            text = shown(vector, marks)
+            whole = hear(vector, [text], marks)
+            assert hear(vector, text, marks) == whole, vector.id
+            for place in range(1, len(text)):
+                halves = [text[:place], text[place:]]
+                assert hear(vector, halves, marks) == whole, (vector.id, halves)
+
+
+@pytest.mark.slow
+@each_format
+def test_nothing_is_taken_back_and_a_cut_answer_is_the_beginning(format: str) -> None:
+    for vector in VECTORS[format]:
+        for marks in all_marks(vector):
+            text = shown(vector, marks)
+            whole = hear(vector, [text], marks, cut=True)
+            stage, so_far = reader(vector, marks), Heard()
+            for place, character in enumerate(text):
+                so_far.add(stage.feed(character))
+                assert so_far.begins(whole), (vector.id, text[: place + 1], so_far)
+                ended = hear(vector, [text[: place + 1]], marks, cut=True)
+                assert Heard(calls=ended.calls).begins(whole), (vector.id, text[: place + 1], ended)
+                assert so_far.begins(ended), (vector.id, text[: place + 1], ended)
+
+
+@pytest.mark.slow
+@given(st.data())
+@settings(max_examples=examples(400))
+def test_random_pieces(data: st.DataObject) -> None:
+    vector: Vector = data.draw(st.sampled_from(vectors()))
+    for marks in all_marks(vector):
+        text = shown(vector, marks)
+        assert hear(vector, [*cut(data, text)], marks) == hear(vector, [text], marks)
+
+
+@each_format
+def test_only_one_call_may_be_made(format: str) -> None:
+    for vector in VECTORS[format]:
+        for marks in all_marks(vector):
+            text = shown(vector, marks)
+            whole = hear(vector, [text], marks)
+            if len(whole.calls) < 2:
+                continue
+            for feeds in ([text], text):
+                stage, heard = reader(vector, marks, parallel=False), Heard()
+                for piece in feeds:
+                    heard.add(stage.feed(piece))
+                heard.add(stage.flush())
+                assert stage.done
+                assert heard.calls == whole.calls[:1], vector.id
