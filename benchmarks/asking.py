@@ -35,7 +35,6 @@ from tests.support.tiny import FAMILIES, VOCABULARY, write_model
 Ask: TypeAlias = Callable[[Job], tuple[Job, Constraint | None]]
 
 _ROW_COUNTS = (8, 32)
-_START, _END = "<tool_call>", "</tool_call>"
 _SCHEMA = {"type": "array", "items": {"type": "string"}, "minItems": 1000}
 
 
@@ -69,7 +68,7 @@ def ask_grammar(template: CompiledGrammar) -> Ask:
 
 def ask_calls(tokenizer: Tokenizer) -> Ask:
     """Calls held to a schema, in text that makes none: `--tool-grammar` while nothing is called."""
-    spec = each_call([("f", _SCHEMA)], _START, _END)
+    spec = each_call([("f", _SCHEMA)], "hermes")
     grammar = tokenizer.grammars.compile_call(spec, param="x")
     assert grammar is not None
     content = tokenizer.content_pipeline

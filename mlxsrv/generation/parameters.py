@@ -77,15 +77,15 @@ class Grammar(msgspec.Struct, frozen=True):
     Attributes:
         text: the grammar, as llguidance's compiler takes it.
         by_characters: it may have a terminal for each character, so the parser needs more room.
-        marker: the grammar is that of a tool call, from behind this marker on, and all other text
-            is free; empty: it is that of the whole answer.
+        openers: the grammar is that of tool calls, each from one of these texts on, and all other
+            text is free; none: it is that of the whole answer.
         thinking: the prompt has left a think block open, so the answer begins with thoughts. They
             are free.
     """
 
     text: str
     by_characters: bool = False
-    marker: str = ""
+    openers: tuple[str, ...] = ()
     thinking: bool = False
 
 

@@ -236,6 +236,14 @@ class ChatTemplate:
         except Exception:  # a template may raise anything
             return None
 
+    def write_question(self, *, thinking: bool) -> str | None:
+        """Return a question as the template writes it; None if it refuses it.
+
+        Args:
+            thinking: whether the model shall think about it.
+        """
+        return self._write(_QUESTION, enable_thinking=thinking, thinking=thinking)
+
     def turn_ends(self) -> set[int]:
         """Return the end-of-turn token that the template writes behind an assistant's message."""
         if not self.exists:

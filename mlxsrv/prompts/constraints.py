@@ -46,34 +46,38 @@ def chat_constraint(
     calls: OfferedCalls | None,
     *,
     enforces: bool = False,
+    thoughts: str = "",
 ) -> ConstraintSpec | None:
     """Return what a chat's answer must follow, or None.
 
     If a tool must be called, the answer is calls and nothing else. If tools may be called, a
-    `response_format` binds an answer that calls none.
+    `response_format` binds an answer that calls none. Thoughts may come before.
 
     Args:
         calls: those of the request's tools; None without tools.
-        enforces: each call that the model may make is held to its tool's schema.
+        enforces: each call that the model may make is held to its tool's schema. A tool that is
+            `strict` asks for that itself.
+        thoughts: the name of the format of thoughts that the model opens itself, if it may.
 
     Raises:
-        UnsupportedParameter: a call cannot be enforced in the model's dialect.
+        UnsupportedParameter: what is asked cannot be combined.
     """
     if asked.tool_choice.mode == "required":
-        return _calls(asked, calls, spec.path("tool_choice"))
+        return _calls(asked, calls, spec.path("tool_choice"), thoughts)
     form = spec.form
-    if form is None and calls is not None and enforces:
-        grammar = each_call(_callable(asked), *_markers(calls))
+    strict = enforces or any(tool.strict for tool in asked.tools)
+    if form is None and calls is not None and strict:
+        grammar = each_call(_callable(asked), calls.format.name, thoughts)
         return ConstraintSpec(grammar, spec.path("tools"), calls_only=True)
     if form is None or calls is None:
-        return _answer(form)
+        return _answer(form, thoughts)
     if not isinstance(form, JSONForm):
         raise UnsupportedParameter(
             f"{form.param}: cannot be combined with tools that may be called; leave tools out, or "
             'set tool_choice to "none"',
             param=form.param,
         )
-    return _calls(asked, calls, form.param, otherwise=form)
+    return _calls(asked, calls, form.param, thoughts, otherwise=form)
 
 
 def text_constraint(spec: GenerationSpec) -> ConstraintSpec | None:
@@ -81,7 +85,7 @@ def text_constraint(spec: GenerationSpec) -> ConstraintSpec | None:
     return _answer(spec.form)
 
 
-def _answer(form: Form | None) -> ConstraintSpec | None:
+def _answer(form: Form | None, thoughts: str = "") -> ConstraintSpec | None:
     match form:
         case None:
             return None
@@ -96,36 +100,33 @@ def _answer(form: Form | None) -> ConstraintSpec | None:
                 GrammarSpec("choice", msgspec.json.encode(choices).decode()), param
             )
         case JSONForm(param=param, schema={"type": "object", **rest}, compact=False) if not rest:
-            return ConstraintSpec(GrammarSpec("json_object"), param)
+            return ConstraintSpec(GrammarSpec("json_object", thoughts=thoughts), param)
         case JSONForm(param=param, schema=schema, compact=compact):
             text = msgspec.json.encode(schema).decode()
-            return ConstraintSpec(GrammarSpec("json_schema", text, compact), param)
+            return ConstraintSpec(GrammarSpec("json_schema", text, compact, thoughts), param)
 
 
 def _calls(
     asked: ChatPrompt,
     calls: OfferedCalls | None,
     param: str,
+    thoughts: str,
     otherwise: JSONForm | None = None,
 ) -> ConstraintSpec:
-    if calls is None or calls.format.name != "hermes":
+    if calls is None:
         raise UnsupportedParameter(
-            f"{param}: this model does not call tools in JSON, so what it calls cannot be enforced",
+            f"{param}: it is not known how this model calls tools, so no call can be enforced",
             param=param,
         )
-    many = len(asked.tool_choice.only) != 1 and asked.parallel
     spec = tool_grammar(
         _callable(asked),
-        *_markers(calls),
-        many=many,
+        calls.format.name,
+        many=len(asked.tool_choice.only) != 1 and asked.parallel,
         otherwise=None if otherwise is None else otherwise.schema,
         compact=otherwise is not None and otherwise.compact,
+        thoughts=thoughts,
     )
     return ConstraintSpec(spec, param)
-
-
-def _markers(calls: OfferedCalls) -> tuple[str, str]:
-    return calls.format.openers[0], calls.format.dropped[0]
 
 
 def _callable(asked: ChatPrompt) -> list[tuple[str, Mapping[str, Any]]]:

@@ -90,7 +90,9 @@ def _plan_chat(spec: GenerationSpec, asked: ChatPrompt, tokenizer: Tokenizer) ->
     prompt = tokenizer.render(chat, budget, _last_tokens(spec, tokenizer))
     _require_tokens(prompt, chat.path if asked.template is None else chat.template_path)
     enforces = tokenizer.enforces_calls
-    constraint = _prepared(chat_constraint(spec, asked, calls, enforces=enforces), tokenizer)
+    thoughts = tokenizer.own_thoughts(prompt)
+    wanted = chat_constraint(spec, asked, calls, enforces=enforces, thoughts=thoughts)
+    constraint = _prepared(wanted, tokenizer)
     forms = [tool.input_form for tool in asked.tools if tool.input_form is not None]
     if any(constraint is None or isinstance(form, GrammarForm) for form in forms):
         reason = (

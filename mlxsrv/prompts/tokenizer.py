@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -191,9 +192,12 @@ class Tokenizer:
             GrammarRefused, UnsupportedParameter: as `GrammarCompiler.recall`.
         """
         compiled = self.grammars.recall(grammar)
-        if grammar.marker:
+        if grammar.openers:
             content = self.content_pipeline(thinking=grammar.thinking)
-            return CallConstraint(compiled, content, self.think_markers)
+            calls = self.formats.calls
+            called = () if calls is None else calls.marks
+            shared = {self.marks.ids[name] for name in called if name in self.marks.ids}
+            return CallConstraint(compiled, content, self.think_markers - shared)
         return compiled.constraint(self.think_end if grammar.thinking else None)
 
     def budget(self, param: str) -> TokenBudget | None:
@@ -377,6 +381,24 @@ class Tokenizer:
         detokenizer = self._texts.detokenizer(chat=True, calls=True)
         frame = self.formats.thoughts.frame(self.marks, thinking=thinking)
         return TextPipeline(detokenizer, AnswerReader(frame, self.marks, thinking=thinking))
+
+    def own_thoughts(self, prompt: Prompt) -> str:
+        """Return the name of the format of the thoughts that the model may open itself behind a
+        prompt, or in whose frame it answers; empty if there are none."""
+        thoughts = self.formats.thoughts
+        start, end = thoughts.thought
+        if thoughts.answer[0] and not prompt.thinking:
+            return thoughts.name
+        closed = prompt.thinking or not start or prompt.text.rstrip().endswith(end)
+        return "" if closed or not self._opens_itself else thoughts.name
+
+    @cached_property
+    def _opens_itself(self) -> bool:
+        """Whether the template knows of thoughts, and leaves it to the model to open them."""
+        start = self.formats.thoughts.thought[0].strip()
+        known = any(start in text for text in template_texts(self._wrapper))
+        question = self.chat_template.write_question(thinking=True)
+        return known and not self.formats.thoughts.leaves_open(question or "")
 
     @property
     def think_markers(self) -> frozenset[int]:

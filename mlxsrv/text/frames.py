@@ -60,12 +60,17 @@ class FrameFormat(ABC):
         thinks: whether there are thoughts.
         close: what ends a thought at any place in it, spelled, so that content follows: the model's
             own way, with the whitespace that its template writes.
+        thought: what stands before and behind a thought that the model opens itself, spelled;
+            empty if it opens none, or no grammar can hold it.
+        answer: what stands before and behind an answer's content, spelled.
     """
 
     name: str
     marks: Sequence[str] = ()
     thinks: bool = True
     close: str = ""
+    thought: tuple[str, str] = ("", "")
+    answer: tuple[str, str] = ("", "")
 
     @abstractmethod
     def frame(self, marks: Marks, *, thinking: bool, prompt: str = "") -> Frame:
@@ -92,7 +97,7 @@ class MarkedThoughts(FrameFormat):
 
     def __init__(self, name: str, start: str, end: str, close: str = "") -> None:
         self.name = name
-        self.marks = (start, end)
+        self.marks = self.thought = (start, end)
         self.close = close or end
 
     def frame(self, marks: Marks, *, thinking: bool, prompt: str = "") -> Frame:
@@ -121,6 +126,7 @@ class LabelledThoughts(FrameFormat):
     ) -> None:
         self.name = name
         self.marks = (start, end)
+        self.thought = (f"{start}{label}\n", end)
         self.close = close
         self._label = label
         self._turn = turn
@@ -165,6 +171,7 @@ class WrappedAnswers(FrameFormat):
     ) -> None:
         self.name = name
         self.marks = (start, end, *(mark for pair in wrappers for mark in pair))
+        self.thought = (start, end)
         self.close = close or end
         self._wrappers = wrappers
         self._anywhere = anywhere

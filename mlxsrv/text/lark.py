@@ -62,6 +62,12 @@ class Lark:
         self._rules.append(f"{name}[suffix={json.dumps(closer)}]: /{pattern}/")
         return name
 
+    def any_text(self, pattern: str = "(?s:.*)") -> str:
+        """Return the name of a terminal for any text that matches a pattern."""
+        name = f"T{len(self._rules)}"
+        self._rules.append(f"{name}: /{pattern}/")
+        return name
+
     def grammar(self, start: str) -> str:
         """Return the grammar that begins with this body."""
         return "\n".join([f"start: {start}", *self._rules])

@@ -63,6 +63,9 @@ class HeadedMessages(FrameFormat):
         self.name = name
         self.marks = (start, text, *ends, *parts)
         self.close = close
+        end = f"{ends[0]}{start}{_ROLE}"
+        self.thought = (thought, end)
+        self.answer = (close.removeprefix(end), "")
         self._ends = ends
         self._parts = parts
         self._thought = thought
@@ -234,6 +237,8 @@ class TaggedMessages(FrameFormat):
         self.name = name
         self.marks = (open, close, sep, end)
         self._thought = f"{open}think{sep}"
+        self.thought = (self._thought, f"{close}think{sep}")
+        self.answer = (f"{open}response{sep}", f"{close}response{sep}")
         self.close = f"{close}think{sep}{open}response{sep}"
 
     def frame(self, marks: Marks, *, thinking: bool, prompt: str = "") -> Frame:

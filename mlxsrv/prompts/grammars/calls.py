@@ -35,17 +35,17 @@ class CallConstraint:
         self, grammar: CompiledGrammar, text: TextPipeline, hidden: Collection[int] = ()
     ) -> None:
         self._text = text
-        self._markers = Scanner([grammar.grammar.marker])
+        self._openers = Scanner(grammar.grammar.openers)
         self._grammar = grammar
         self._allowed = ~grammar.mask(hidden)
-        self._tail = ""  # the beginning of a marker, if the content ends in one
+        self._tail = ""  # the beginning of an opener, if the content ends in one
         self._call: GrammarConstraint | None = None  # the call that is being written
         self.dormant = True
         self.failure: str | None = None
 
     def fill(self, mask: Mask) -> None:
         if self._call is None:
-            mask &= ~self._grammar.refused[len(self._tail)]
+            mask &= ~self._grammar.refused[self._tail]
             return
         self._call.fill(mask)
         if self._call.failure is not None:  # the log has it; the answer goes on without a grammar
@@ -65,16 +65,16 @@ class CallConstraint:
                 self._look(piece[1])
 
     def _look(self, text: str) -> None:
-        """Begin a call if the content has a whole marker now."""
+        """Begin a call if the content has a whole opener now."""
         text = self._tail + text
-        found = self._markers.search(text)
+        found = self._openers.search(text)
         if found is None:
-            held = self._markers.held(text)
-            self._tail = text[len(text) - held :]
-            self.dormant = held not in self._grammar.refused
+            self._tail = text[len(text) - self._openers.held(text) :]
+            self.dormant = self._tail not in self._grammar.refused
             return
         self._tail = ""
-        self._call = self._grammar.begin_within(text[found[1] :])
+        start, end = found
+        self._call = self._grammar.begin_within(text[start:end], text[end:])
         self.dormant = self._call is None
 
     def _leave(self) -> None:

@@ -15,7 +15,7 @@ import functools
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakValueDictionary
 
@@ -26,8 +26,8 @@ from mlxsrv.errors import InvalidRequest, UnsupportedParameter
 from mlxsrv.generation.parameters import Constraint, Grammar, Mask
 from mlxsrv.logs import log
 from mlxsrv.prompts.grammars.checks import one_line
-from mlxsrv.prompts.grammars.specs import GrammarRefused, GrammarSpec, ToolGrammar
-from mlxsrv.prompts.grammars.translation import translate, without_forcing
+from mlxsrv.prompts.grammars.specs import GrammarRefused, GrammarSpec
+from mlxsrv.prompts.grammars.translation import find_openers, translate, without_forcing
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -49,14 +49,16 @@ class _Vocabulary(msgspec.Struct, frozen=True):
 
     Attributes:
         tokenizer: llguidance's, which may have more tokens than the model.
-        added: the texts of added tokens, which are not part of the vocabulary proper.
+        ids: token ids by the names of tokens.
+        added: the names of added tokens, which are not part of the vocabulary proper.
         known: mask of the tokens that exist.
         ends: mask of the tokens that end a text.
         breaks: mask of the tokens that are one or two newlines and nothing else.
     """
 
     tokenizer: LLTokenizer
-    added: tuple[str, ...]
+    ids: Mapping[str, int]
+    added: frozenset[str]
     known: Mask
     ends: Mask
     breaks: Mask
@@ -130,7 +132,7 @@ class GrammarCompiler:
             UnsupportedParameter: as `prepare`.
         """
         self.prepare(param="grammar")
-        return self._compiled(Grammar(grammar.text, grammar.by_characters, grammar.marker))
+        return self._compiled(Grammar(grammar.text, grammar.by_characters, grammar.openers))
 
     def _derive(self, param: str) -> _Vocabulary:
         try:
@@ -144,7 +146,8 @@ class GrammarCompiler:
             raise UnsupportedParameter(
                 f"{param}: this model has no end token, so no grammar could end", param=param
             )
-        ids = set(self._source.get_vocab().values())
+        names: dict[str, int] = self._source.get_vocab()
+        ids = set(names.values())
         try:
             tokenizer = llguidance.hf.from_tokenizer(
                 self._source, n_vocab=max(self._size, max(ids) + 1), eos_token=self._ends
@@ -156,7 +159,8 @@ class GrammarCompiler:
         breaks = [tokenizer.tokenize_str(text) for text in ("\n", "\n\n")]
         return _Vocabulary(
             tokenizer,
-            tuple(self._source.get_added_vocab()),
+            names,
+            frozenset(self._source.get_added_vocab()),
             known=_bits((i for i in ids if i < self._size), self._size),
             ends=_bits(self._ends, self._size),
             breaks=_bits((tokens[0] for tokens in breaks if len(tokens) == 1), self._size),
@@ -165,12 +169,11 @@ class GrammarCompiler:
     def _translate(self, spec: GrammarSpec) -> Grammar:
         vocabulary = self._vocabulary
         assert vocabulary is not None  # compile() has derived it
-        text = translate(spec, vocabulary.tokenizer)
+        text = translate(spec, vocabulary.ids)
         if any(name in text.replace("\\", "") for name in vocabulary.added):
             text = without_forcing(text)
-        calls = spec.kind == "call"
-        marker = msgspec.json.decode(spec.text, type=ToolGrammar).start if calls else ""
-        return Grammar(text, by_characters=spec.kind == "gbnf", marker=marker)
+        openers = find_openers(spec) if spec.kind == "call" else ()
+        return Grammar(text, by_characters=spec.kind == "gbnf", openers=openers)
 
     def _is_usable(self, spec: GrammarSpec) -> bool:
         try:
@@ -203,16 +206,16 @@ class CompiledGrammar:
 
     Attributes:
         grammar: the part of it that jobs carry.
-        refused: for the grammar of a call: by the number of characters of the marker that have
-            come, the tokens that may not come next. They write the rest of the marker and more,
-            with which the grammar does not begin.
+        refused: for the grammar of calls: by the beginning of an opener that has come, the tokens
+            that may not come next. They write the rest of the opener and more, with which no call
+            begins.
     """
 
     def __init__(self, grammar: Grammar, matcher: LLMatcher, vocabulary: _Vocabulary) -> None:
         self.grammar = grammar
         self._matcher = matcher  # stays at the beginning; copies of it are used
         self._vocabulary = vocabulary
-        self.refused = self._find_refused(grammar.marker) if grammar.marker else {}
+        self.refused = self._find_refused(self._spelled())
 
     def constraint(self, think_end: Sequence[int] | None = None) -> Constraint:
         """Return the grammar at its beginning, for one answer.
@@ -232,32 +235,48 @@ class CompiledGrammar:
         """Return the grammar at its beginning."""
         return GrammarConstraint(self._matcher.deep_copy(), self._vocabulary)
 
-    def begin_within(self, text: str) -> GrammarConstraint | None:
-        """Return the grammar behind `text`; None if it does not allow that, or ends in it."""
+    def begin_within(self, opener: str, text: str) -> GrammarConstraint | None:
+        """Return the grammar behind an opener and `text`; None if it does not allow that, or ends
+        in it."""
         grammar = self.begin()
-        # Not tokenize_str: this is no thread for the model's own tokenizer.
-        tokens = self._vocabulary.tokenizer.greedy_tokenize(text) if text else []
+        tokens = self._tokenize(opener) + self._tokenize(text)
         return grammar if grammar.skip(tokens) else None
+
+    def _tokenize(self, text: str) -> list[int]:
+        if text in self._vocabulary.added:
+            return [self._vocabulary.ids[text]]
+        # Not tokenize_str: this is no thread for the model's own tokenizer.
+        return self._vocabulary.tokenizer.greedy_tokenize(text) if text else []
+
+    def _spelled(self) -> list[str]:
+        """Return the openers that are no token, so that several tokens write them."""
+        added = self._vocabulary.added
+        return [opener for opener in self.grammar.openers if opener not in added]
 
     def mask(self, tokens: Iterable[int]) -> Mask:
         """Return a mask of the model's tokens in which those given are set."""
         size = len(self._vocabulary.known) * 32
         return _bits((token for token in tokens if token < size), size)
 
-    def _find_refused(self, marker: str) -> dict[int, Mask]:
+    def _find_refused(self, openers: Sequence[str]) -> dict[str, Mask]:
         tokenizer = self._vocabulary.tokenizer
-        rests = {size: marker[size:].encode() for size in range(1, len(marker))}
-        refused: defaultdict[int, list[int]] = defaultdict(list)
+        parts = [
+            (opener, opener[:size], opener[size:].encode())
+            for opener in openers
+            for size in range(1, len(opener))
+        ]
+        lasts = {opener[-1].encode() for opener in openers}
+        refused: defaultdict[str, list[int]] = defaultdict(list)
         for token in range(min(len(self._vocabulary.known) * 32, tokenizer.vocab_size)):
             spelling = tokenizer.decode_bytes([token])
-            if marker[-1].encode() not in spelling:
+            if not any(last in spelling for last in lasts):
                 continue
-            for size, rest in rests.items():
+            for opener, begun, rest in parts:
                 more = spelling.removeprefix(rest)
                 goes_on = len(spelling) > len(more) > 0
-                if goes_on and self.begin_within(more.decode(errors="replace")) is None:
-                    refused[size].append(token)
-        return {size: self.mask(tokens) for size, tokens in refused.items()}
+                if goes_on and self.begin_within(opener, more.decode(errors="replace")) is None:
+                    refused[begun].append(token)
+        return {begun: self.mask(tokens) for begun, tokens in refused.items()}
 
 
 class GrammarConstraint:

@@ -20,19 +20,21 @@ class GrammarSpec(msgspec.Struct, frozen=True):
             for lark a grammar in llguidance's variant of Lark; for gbnf a grammar of llama.cpp's;
             for tool and call the `ToolGrammar` as JSON.
         compact: JSON that is an answer has no whitespace.
+        thoughts: the name of the format of thoughts that the model may write before; else the text
+            is the whole answer.
     """
 
     kind: Kind
     text: str = ""
     compact: bool = False
+    thoughts: str = ""
 
 
 class ToolGrammar(msgspec.Struct, frozen=True):
     """The text of a spec of kind "tool" or "call"; see `tool_grammar` and `each_call`."""
 
     tools: list[tuple[str, Mapping[str, Any]]]
-    start: str
-    end: str
+    calls: str
     many: bool = False
     otherwise: Mapping[str, Any] | None = None
 
@@ -43,36 +45,37 @@ class GrammarRefused(ValueError):
 
 def tool_grammar(
     tools: Sequence[tuple[str, Mapping[str, Any]]],
-    start: str,
-    end: str,
+    calls: str,
     *,
     many: bool,
     otherwise: Mapping[str, Any] | None = None,
     compact: bool = False,
+    thoughts: str = "",
 ) -> GrammarSpec:
-    """Return a spec for calls of `tools`, written as Qwen and Hermes models write them.
-
-    A call is a line of `{"name": ..., "arguments": {...}}` between a line with `start` and one
-    with `end`.
+    """Return a spec for calls of `tools`.
 
     Args:
         tools: each tool's name and the JSON schema of its arguments, which are an object
             whatever the schema says. At least one.
-        many: more than one call may come, with a newline between two.
+        calls: the name of the format in which the model writes them.
+        many: more than one call may come.
         otherwise: the JSON schema of an answer that may come in place of calls, if any may.
         compact: that answer has no whitespace.
+        thoughts: the name of the format of thoughts that the model may write before, if it may.
     """
     if not tools:
         raise ValueError("a call needs a tool to call")
-    calls = ToolGrammar([*tools], start, end, many, otherwise)
-    return GrammarSpec("tool", msgspec.json.encode(calls).decode(), compact)
+    grammar = ToolGrammar([*tools], calls, many, otherwise)
+    return GrammarSpec("tool", msgspec.json.encode(grammar).decode(), compact, thoughts)
 
 
-def each_call(tools: Sequence[tuple[str, Mapping[str, Any]]], start: str, end: str) -> GrammarSpec:
-    """Return a spec for one call of one of the `tools`, from behind `start` to the end of `end`.
+def each_call(
+    tools: Sequence[tuple[str, Mapping[str, Any]]], calls: str, thoughts: str = ""
+) -> GrammarSpec:
+    """Return a spec for the calls of `tools` that a model may make, each from its opener on.
 
     It leaves more room than `tool_grammar`, since the model decides to make the call: there may be
-    whitespace wherever JSON allows it.
+    whitespace wherever the format allows it.
     """
-    calls = ToolGrammar([*tools], start, end)
-    return GrammarSpec("call", msgspec.json.encode(calls).decode())
+    grammar = ToolGrammar([*tools], calls)
+    return GrammarSpec("call", msgspec.json.encode(grammar).decode(), thoughts=thoughts)

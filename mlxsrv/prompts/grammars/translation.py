@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -17,9 +17,10 @@ from mlxsrv.prompts.grammars.checks import find_failures, locate
 from mlxsrv.prompts.grammars.gbnf import GBNFError, translate_gbnf
 from mlxsrv.prompts.grammars.schemas import JSONSchema, SchemaError, ascii_classes, prepare
 from mlxsrv.prompts.grammars.specs import GrammarRefused, GrammarSpec, ToolGrammar
-
-if TYPE_CHECKING:
-    from llguidance import LLTokenizer
+from mlxsrv.text.calls import CallRules, NotEnforceable
+from mlxsrv.text.formats import CALLS, THOUGHTS
+from mlxsrv.text.lark import Lark
+from mlxsrv.text.marks import Marks
 
 _log = logging.getLogger("mlxsrv.engine")
 
@@ -42,8 +43,11 @@ _WHITESPACE = r" |\n {0,20}"
 _ANY_OBJECT: JSONSchema = {"type": "object"}
 
 
-def translate(spec: GrammarSpec, tokenizer: LLTokenizer) -> str:
+def translate(spec: GrammarSpec, vocabulary: Mapping[str, int]) -> str:
     """Return the spec as a grammar of llguidance's, checked if a client could have made it hard.
+
+    Args:
+        vocabulary: token ids by the names of tokens.
 
     Raises:
         GrammarRefused: it is no grammar of its kind, not supported, or too much.
@@ -55,19 +59,19 @@ def translate(spec: GrammarSpec, tokenizer: LLTokenizer) -> str:
         raise GrammarRefused(f"{size} bytes are too many; at most {most}")
     match spec.kind:
         case "json_object":
-            return LLMatcher.grammar_from_json_schema(_with_options(_ANY_OBJECT, spec.compact))
+            return _translate_json(_with_options(_ANY_OBJECT, spec.compact), spec, vocabulary)
         case "json_schema":
             [schema] = _require([(_parse_schema(spec.text), spec.compact)], [""])
-            return LLMatcher.grammar_from_json_schema(schema)
+            return _translate_json(schema, spec, vocabulary)
         case "choice":
             choices = msgspec.json.decode(spec.text, type=list[str])
             if not choices:
                 raise GrammarRefused("there must be something to choose from")
             return _lark_grammar("start: " + " | ".join(map(json.dumps, choices)))
         case "tool":
-            return _lark_grammar(_translate_tools(spec, tokenizer))
+            return _lark_grammar(_translate_tools(spec, _marks(spec, vocabulary)))
         case "call":
-            return _lark_grammar(_translate_call(spec, tokenizer))
+            return _lark_grammar(_translate_call(spec, _marks(spec, vocabulary)))
         case "regex":
             grammar = LLMatcher.grammar_from_regex(ascii_classes(spec.text))
         case "lark":
@@ -80,6 +84,26 @@ def translate(spec: GrammarSpec, tokenizer: LLTokenizer) -> str:
     for reason in find_failures([grammar]).values():
         raise GrammarRefused(reason)
     return grammar
+
+
+def _translate_json(schema: str, spec: GrammarSpec, vocabulary: Mapping[str, int]) -> str:
+    """Translate the grammar of an answer in JSON, which thoughts may precede."""
+    from llguidance import LLMatcher
+
+    if not spec.thoughts:
+        return LLMatcher.grammar_from_json_schema(schema)
+    lark = Lark(_marks(spec, vocabulary), lambda _: "")
+    answer = _answer(f"%json {schema}", spec.thoughts, lark)
+    return _lark_grammar(lark.grammar(f"{_thoughts(spec.thoughts, lark)} {answer}"))
+
+
+def _marks(spec: GrammarSpec, vocabulary: Mapping[str, int]) -> Marks:
+    """Return the markers of the spec's formats."""
+    calls: Sequence[str] = ()
+    if spec.kind in ("tool", "call"):
+        calls = CALLS[msgspec.json.decode(spec.text, type=ToolGrammar).calls].marks
+    thoughts = THOUGHTS[spec.thoughts].marks if spec.thoughts else ()
+    return Marks((*thoughts, *calls), vocabulary)
 
 
 def _lark_grammar(text: str) -> str:
@@ -125,7 +149,7 @@ def _require(schemas: Sequence[tuple[JSONSchema, bool]], names: Sequence[str]) -
 
 def _prepare(schemas: Sequence[tuple[JSONSchema, bool]]) -> tuple[list[str], dict[int, str]]:
     """Return schemas as JSON, ready for llguidance, and by index why some of them cannot be used.
-    In the place of those stands any object.
+    In the place of those stands any object, or any JSON.
 
     Args:
         schemas: each with whether its JSON has no whitespace.
@@ -137,7 +161,7 @@ def _prepare(schemas: Sequence[tuple[JSONSchema, bool]]) -> tuple[list[str], dic
 
     reasons: dict[int, str] = {}
     checked: list[tuple[int, str]] = []
-    ready = [_with_options(_ANY_OBJECT, compact) for _, compact in schemas]
+    ready = [_with_options(_least(schema), compact) for schema, compact in schemas]
     for i, (schema, compact) in enumerate(schemas):
         try:
             if _depth(schema) > _DEEPEST:
@@ -159,8 +183,13 @@ def _prepare(schemas: Sequence[tuple[JSONSchema, bool]]) -> tuple[list[str], dic
         if number == min(failed):  # for the others it would take a process each
             reason = locate(text, reason)
         reasons.setdefault(i, reason)
-        ready[i] = _with_options(_ANY_OBJECT, schemas[i][1])
+        ready[i] = _with_options(_least(schemas[i][0]), schemas[i][1])
     return ready, reasons
+
+
+def _least(schema: JSONSchema) -> JSONSchema:
+    """Return what is left of a schema that cannot be used."""
+    return _ANY_OBJECT if schema.get("type") == "object" else {}
 
 
 def _with_options(schema: JSONSchema, compact: bool) -> str:
@@ -181,65 +210,93 @@ def _depth(value: Any) -> int:
     return depth
 
 
-# Calls of tools: how they look is here, and nowhere else.
+# Calls of tools, and thoughts.
 
 
-def _translate_tools(spec: GrammarSpec, tokenizer: LLTokenizer) -> str:
+def _translate_tools(spec: GrammarSpec, marks: Marks) -> str:
+    """Translate the grammar of an answer that is calls, or follows a schema instead."""
     calls = msgspec.json.decode(spec.text, type=ToolGrammar)
-    names = [name for name, _ in calls.tools]
-    asked = [({**schema, "type": "object"}, False) for _, schema in calls.tools]
+    asked = [(name, {**schema, "type": "object"}, False) for name, schema in calls.tools]
     if calls.otherwise is not None:
-        asked.append(({**calls.otherwise}, spec.compact))
-    schemas = _require(asked, [*names, "schema"])
-    answers = [f"%json {schema}" for schema in schemas[len(names) :]]
-    heads = [json.dumps(f'{{"name": {json.dumps(name)}, "arguments": ') for name in names]
-    tools = [f'{head} %json {schema} "}}"' for head, schema in zip(heads, schemas, strict=False)]
-    start, end = _marker(calls.start, tokenizer), _marker(calls.end, tokenizer)
-    return "\n".join(
-        [
-            *_alternatives("start", ["calls", *answers]),
-            r'calls: call ("\n" call)*' if calls.many else "calls: call",
-            rf'call: {start} "\n" tool "\n" {end}',
-            *_alternatives("tool", tools),
-        ]
-    )
+        asked.append(("schema", {**calls.otherwise}, spec.compact))
+    ready = _require([each[1:] for each in asked], [name for name, _, _ in asked])
+    lark = Lark(marks, _prepare_parts(calls, marks))
+    rules = _rules(calls, lark)
+    start = lark.rule(rules.many if calls.many else rules.one)
+    if calls.otherwise is not None:
+        start = lark.choice([start, _answer(f"%json {ready[-1]}", spec.thoughts, lark)])
+    return lark.grammar(f"{_thoughts(spec.thoughts, lark)} {start}")
 
 
-def _translate_call(spec: GrammarSpec, tokenizer: LLTokenizer) -> str:
-    """Translate the grammar of a call that a model may make.
+def _translate_call(spec: GrammarSpec, marks: Marks) -> str:
+    """Translate the grammar of the calls that a model may make.
 
-    The request does not ask for it. So a schema that cannot be used is no error: the arguments are
-    then any JSON object.
+    The request does not ask for it. So a schema that cannot be used is no error: that value is then
+    any JSON.
     """
     calls = msgspec.json.decode(spec.text, type=ToolGrammar)
-    names = [name for name, _ in calls.tools]
-    asked = [({**schema, "type": "object"}, False) for _, schema in calls.tools]
-    schemas, reasons = _prepare(asked)
-    for i, reason in reasons.items():
-        log(_log, logging.WARNING, "tool schema not enforced", tool=names[i], reason=reason)
-    heads = [["{", '"name"', ":", json.dumps(name), ",", '"arguments"', ":"] for name in names]
-    tools = [
-        " ws ".join([*map(json.dumps, head), f"%json {schema}", '"}"'])
-        for head, schema in zip(heads, schemas, strict=True)
-    ]
-    return "\n".join(
-        [
-            f"start: ws tool ws {_marker(calls.end, tokenizer)}",
-            r"ws: /[ \t\r\n]{1,2}/?",
-            *_alternatives("tool", tools),
-        ]
-    )
+    lark = Lark(marks, _prepare_parts(calls, marks))
+    rules = _rules(calls, lark)
+    if openers := list_openers(calls.calls, rules.behind):
+        return lark.grammar(
+            lark.choice(f"{lark.text(opener)} {rules.behind[opener]}" for opener in openers)
+        )
+    # Nothing tells a call from other text but its place: the grammar is that of the whole answer.
+    free = _answer(lark.any_text(), spec.thoughts, lark)
+    return lark.grammar(f"{_thoughts(spec.thoughts, lark)} {lark.choice([rules.many, free])}")
 
 
-def _alternatives(name: str, bodies: Iterable[str]) -> list[str]:
-    """Return a rule for one of the bodies, and a rule for each."""
-    each = {f"{name}{i}": body for i, body in enumerate(bodies)}
-    return [f"{name}: " + " | ".join(each), *(f"{rule}: {body}" for rule, body in each.items())]
+def _prepare_parts(calls: ToolGrammar, marks: Marks) -> Callable[[Mapping[str, Any]], str]:
+    """Prepare the schemas that the rules of some calls need, all at once: those of values, or of
+    all arguments. One that cannot be used is any JSON, and the log says so.
+
+    Raises:
+        GrammarRefused: the format cannot be held, or they take too long together.
+    """
+    asked: dict[bytes, tuple[JSONSchema, str]] = {}
+    tool = ""
+
+    def note(schema: Mapping[str, Any]) -> str:
+        asked.setdefault(msgspec.json.encode(schema), ({**schema}, tool))
+        return "{}"
+
+    for tool, schema in calls.tools:
+        _rules(msgspec.structs.replace(calls, tools=[(tool, schema)]), Lark(marks, note))
+    ready, reasons = _prepare([(schema, False) for schema, _ in asked.values()])
+    for i, (_, name) in enumerate(asked.values()):
+        if i in reasons:
+            log(_log, logging.WARNING, "tool schema not enforced", tool=name, reason=reasons[i])
+    prepared = dict(zip(asked, ready, strict=True))
+    return lambda schema: prepared[msgspec.json.encode(schema)]
 
 
-def _marker(text: str, tokenizer: LLTokenizer) -> str:
-    """Return a marker in Lark, by its number if it is a special token, which no text matches."""
-    tokens = tokenizer.tokenize_str(text, parse_special=True)
-    if len(tokens) == 1 and tokenizer.is_special_token(tokens[0]):
-        return f"<[{tokens[0]}]>"
-    return json.dumps(text)
+def list_openers(calls: str, behind: Container[str]) -> list[str]:
+    """Return the openers behind which a grammar of calls begins; none if it is that of the whole
+    answer."""
+    return [opener for opener in CALLS[calls].openers if opener in behind]
+
+
+def find_openers(spec: GrammarSpec) -> tuple[str, ...]:
+    """Return the openers behind which the grammar of a spec of kind "call" begins."""
+    calls = msgspec.json.decode(spec.text, type=ToolGrammar)
+    rules = _rules(calls, Lark(Marks((), {}), lambda _: "{}"))
+    return tuple(list_openers(calls.calls, rules.behind))
+
+
+def _rules(calls: ToolGrammar, lark: Lark) -> CallRules:
+    try:
+        return CALLS[calls.calls].rules(calls.tools, lark)
+    except NotEnforceable as error:
+        raise GrammarRefused(str(error)) from None
+
+
+def _thoughts(name: str, lark: Lark) -> str:
+    """Return the body of the thoughts that a model may open itself, before anything else."""
+    start, end = THOUGHTS[name].thought if name else ("", "")
+    return rf"({lark.text(start)} {lark.until(end)} /\n{{0,2}}/)*" if start else ""
+
+
+def _answer(body: str, thoughts: str, lark: Lark) -> str:
+    """Return the body of an answer's content, with what its format has around it."""
+    before, behind = THOUGHTS[thoughts].answer if thoughts else ("", "")
+    return f"{lark.text(before)} {lark.rule(body)} {lark.text(behind)}"

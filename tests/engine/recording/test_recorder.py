@@ -231,7 +231,7 @@ def test_orders_are_read_as_they_were_written(tmp_path: Path) -> None:
         steering=steering,
         logprobs=1,
         scores=2,
-        grammar=Grammar("a grammar", by_characters=True, marker="<", thinking=True),
+        grammar=Grammar("a grammar", by_characters=True, openers=("<",), thinking=True),
     )
     orders: list[Order] = [
         Open(),

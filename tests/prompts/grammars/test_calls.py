@@ -47,7 +47,7 @@ def tokenizer(model_folder: ModelFolder) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def grammar(tokenizer: Tokenizer) -> CompiledGrammar:
-    compiled = tokenizer.grammars.compile_call(each_call(TOOLS, START, END), param="tools")
+    compiled = tokenizer.grammars.compile_call(each_call(TOOLS, "hermes"), param="tools")
     assert compiled is not None
     return compiled
 
@@ -194,7 +194,7 @@ def test_a_schema_that_cannot_be_used_leaves_its_tool_free(
 ) -> None:
     odd = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=x)y"}}}
     with caplog.at_level(logging.WARNING, "mlxsrv"):
-        spec = each_call([("odd", odd), *TOOLS], START, END)
+        spec = each_call([("odd", odd), *TOOLS], "hermes")
         grammar = tokenizer.grammars.compile_call(spec, param="tools")
         assert tokenizer.grammars.compile_call(spec, param="tools") is grammar
     assert grammar is not None
@@ -225,7 +225,7 @@ def test_many_tools_are_tried_in_a_few_processes(
     tools = [(f"f{i}", {"properties": {"a": word, "b": keys}}) for i in range(20)]
     both = {"properties": {"a": {"oneOf": [{"type": "string"}, {"const": "x"}]}}}
     with caplog.at_level(logging.WARNING, "mlxsrv"):
-        spec = each_call([*tools[:5], ("both", both), *tools[5:]], START, END)
+        spec = each_call([*tools[:5], ("both", both), *tools[5:]], "hermes")
         grammar = tokenizer.grammars.compile_call(spec, param="tools")
     assert 0 < len(started) <= 4
     assert [vars(line)["mlxsrv_fields"]["tool"] for line in caplog.records] == ["both"]
@@ -240,7 +240,7 @@ def test_many_tools_are_tried_in_a_few_processes(
 def test_a_grammar_that_is_too_much_is_left_out(
     tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    huge = each_call([("f", {"enum": ["x" * 2**20]})], START, END)
+    huge = each_call([("f", {"enum": ["x" * 2**20]})], "hermes")
     with caplog.at_level(logging.WARNING, "mlxsrv"):
         assert tokenizer.grammars.compile_call(huge, param="tools") is None
         assert tokenizer.grammars.compile_call(huge, param="tools") is None

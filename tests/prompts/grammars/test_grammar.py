@@ -136,21 +136,17 @@ def test_a_lark_grammar(model: Model, seed: int) -> None:
     assert all(re.fullmatch("[1-9][0-9]{0,3}", number) for number in text.split(" + "))
 
 
-@pytest.mark.parametrize(
-    ("start", "end"),
-    [("<tool_call>", "</tool_call>"), ("[CALL]", "[/CALL]"), ('<f "', "\\>")],
-)
 @pytest.mark.parametrize("many", [False, True])
-def test_tools_are_called_and_nothing_else(model: Model, start: str, end: str, many: bool) -> None:
-    template = model.compile(tool_grammar(list(TOOLS.items()), start, end, many=many))
+def test_tools_are_called_and_nothing_else(model: Model, many: bool) -> None:
+    start, end = "<tool_call>", "</tool_call>"
+    template = model.compile(tool_grammar(list(TOOLS.items()), "hermes", many=many))
     call = re.compile(re.escape(start) + r"\n(\{.*?\})\n" + re.escape(end) + r"(\n|\Z)", re.DOTALL)
     called = []
     for seed in range(20):
         tokens = model.draw(template.constraint(), seed)
         text = model.decode(tokens)
-        if start == "<tool_call>":
-            assert tokens[0] == model.id(start)
-            assert tokens[-1] == model.id(end)
+        assert tokens[0] == model.id(start)
+        assert tokens[-1] == model.id(end)
         assert call.sub("", text) == ""
         assert not text.endswith("\n")
         calls = [strict_json(match[1]) for match in call.finditer(text)]
@@ -165,7 +161,7 @@ def test_tools_are_called_and_nothing_else(model: Model, start: str, end: str, m
 
 
 def test_calls_are_written_as_models_write_them(model: Model) -> None:
-    spec = tool_grammar(list(TOOLS.items()), "<tool_call>", "</tool_call>", many=True)
+    spec = tool_grammar(list(TOOLS.items()), "hermes", many=True)
     constraint = model.compile(spec).constraint()
     call = '{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}'
     model.feed(constraint, model.encode(f"<tool_call>\n{call}\n</tool_call>"))
@@ -180,9 +176,7 @@ def test_where_tools_may_be_called_an_answer_may_come_instead(model: Model) -> N
         "required": ["ok"],
         "additionalProperties": False,
     }
-    spec = tool_grammar(
-        list(TOOLS.items()), "<tool_call>", "</tool_call>", many=False, otherwise=otherwise
-    )
+    spec = tool_grammar(list(TOOLS.items()), "hermes", many=False, otherwise=otherwise)
     template = model.compile(spec)
     answers = []
     for seed in range(40):
@@ -197,7 +191,7 @@ def test_where_tools_may_be_called_an_answer_may_come_instead(model: Model) -> N
 
 def test_a_call_needs_a_tool() -> None:
     with pytest.raises(ValueError, match="tool"):
-        tool_grammar([], "<tool_call>", "</tool_call>", many=False)
+        tool_grammar([], "hermes", many=False)
 
 
 # Ends.

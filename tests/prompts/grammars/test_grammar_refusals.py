@@ -119,7 +119,7 @@ def test_a_schema_as_deep_as_allowed_is_used(model: Model) -> None:
         (GrammarSpec("lark", '{"grammars": []}'), "expecting rule, token or statement"),
         (GrammarSpec("choice", "[]"), "there must be something to choose from"),
         (
-            tool_grammar([("a", {}), ("b", {"not": {}})], "<tool_call>", "</tool_call>", many=True),
+            tool_grammar([("a", {}), ("b", {"not": {}})], "hermes", many=True),
             'b: Unimplemented keys: ["not"]',
         ),
     ],

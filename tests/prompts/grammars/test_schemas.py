@@ -23,7 +23,7 @@ B: Schema = {"type": "object", "properties": {"b": {"type": "integer"}}}
 
 def accepted(spec: GrammarSpec, *texts: str) -> list[bool]:
     """Return those of the texts that the grammar describes."""
-    matcher = LLMatcher(BYTES, translate(spec, BYTES), log_level=0)
+    matcher = LLMatcher(BYTES, translate(spec, {}), log_level=0)
     assert not matcher.get_error()
     fits = []
     for text in texts:
@@ -152,9 +152,9 @@ def test_the_order_of_keywords_does_not_matter() -> None:
 
 
 def test_the_parameters_of_tools_are_closed() -> None:
-    spec = tool_grammar([("f", {"properties": A["properties"]})], "<", ">", many=False)
+    spec = tool_grammar([("f", {"properties": A["properties"]})], "hermes", many=False)
     calls = [
-        '<\n{"name": "f", "arguments": ' + arguments + "}\n>"
+        '<tool_call>\n{"name": "f", "arguments": ' + arguments + "}\n</tool_call>"
         for arguments in ('{"a":1}', "{}", '{"a":1,"b":2}')
     ]
     assert accepted(spec, *calls) == [True, True, False]
@@ -163,9 +163,9 @@ def test_the_parameters_of_tools_are_closed() -> None:
 def test_each_of_many_tools_is_prepared() -> None:
     patterned: Schema = {"patternProperties": {"^a$": {"const": 1}}, "additionalProperties": False}
     tools = [("f", A), ("g", patterned), ("f", B), ("h", patterned)]
-    spec = tool_grammar(tools, "<", ">", many=False)
+    spec = tool_grammar(tools, "hermes", many=False)
     calls = [
-        f'<\n{{"name": "{name}", "arguments": {arguments}}}\n>'
+        f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
         for name, arguments in [
             ("g", '{"a":1}'),
             ("h", '{"a":1}'),
@@ -175,7 +175,7 @@ def test_each_of_many_tools_is_prepared() -> None:
     ]
     assert accepted(spec, *calls) == [True, True, True, False]
     with pytest.raises(GrammarRefused, match="h: oneOf constraints are not supported"):
-        translate(tool_grammar([*tools, ("h", {"oneOf": [A, B]})], "<", ">", many=False), BYTES)
+        translate(tool_grammar([*tools, ("h", {"oneOf": [A, B]})], "hermes", many=False), {})
 
 
 @pytest.mark.slow
@@ -325,7 +325,7 @@ def test_classes_are_ascii_in_regexes_and_in_patterns(regex: str, texts: str, ot
 
 def test_a_word_boundary_is_refused() -> None:
     with pytest.raises(GrammarRefused, match="lookarounds not supported"):
-        translate(GrammarSpec("regex", r"\bfoo"), BYTES)
+        translate(GrammarSpec("regex", r"\bfoo"), {})
 
 
 # Nothing that is accepted gets stuck.
@@ -352,7 +352,7 @@ def test_after_a_comma_there_is_always_a_key(
         "patternProperties": {pattern: {"type": "string"}},
     } | additional
     spec = GrammarSpec("json_schema", json.dumps(schema), compact=True)
-    matcher = LLMatcher(BYTES, translate(spec, BYTES), log_level=0)
+    matcher = LLMatcher(BYTES, translate(spec, {}), log_level=0)
     text = list(b'{"ab":"x"')
     assert matcher.try_consume_tokens(text) == len(text)
     if matcher.try_consume_tokens([ord(",")]):
@@ -406,7 +406,7 @@ def test_what_nothing_finite_satisfies_is_never_begun() -> None:
     }
     assert fits(schema, {"y": None}, '{"x":') == [True, False]
     matcher = LLMatcher(
-        BYTES, translate(GrammarSpec("json_schema", json.dumps(schema), compact=True), BYTES)
+        BYTES, translate(GrammarSpec("json_schema", json.dumps(schema), compact=True), {})
     )
     assert matcher.try_consume_tokens(list(b'{"x')) == 2
 
@@ -414,4 +414,4 @@ def test_what_nothing_finite_satisfies_is_never_begun() -> None:
 def test_a_dead_end_that_random_texts_meet_is_refused() -> None:
     lark = 'start: "a" B\nB: /b/ & /c/'
     with pytest.raises(GrammarRefused):
-        translate(GrammarSpec("lark", lark), BYTES)
+        translate(GrammarSpec("lark", lark), {})
