@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from mlxsrv.text.calls import NotEnforceable, ToolSchema
@@ -14,6 +14,7 @@ _KEY = re.compile(r"[\w.$/@-]+")
 _ANY_KEY = r"/[A-Za-z_][A-Za-z0-9_.-]{0,63}/"
 _TYPES = ("string", "number", "integer", "boolean", "null", "object", "array")
 _DEFINITIONS = ("$defs", "definitions")
+_MOST = 6  # keys that may stand in any order: there is a rule for each set of them
 _DEPTH = 3  # levels of values without a schema
 _QUOTED = (
     r"""/'([^'\\\n\r]|\\[\\'"nrt])*'/ | /"([^"\\\n\r]|\\[\\'"nrt])*"/"""  # strings as Python's
@@ -63,16 +64,42 @@ class LiteralRules:
                 return self._lark.rule('""')
             member = f"{_ANY_KEY} {json.dumps(equals)} {self._any(_DEPTH)}"
             return self._lark.rule(f"({member} ({json.dumps(comma)} {member})*)?")
+        members = {
+            key: self._lark.rule(
+                f"{json.dumps(write(key) + equals)} {self._value(properties.get(key, {}))}"
+            )
+            for key in keys
+        }
+        if self._quote or len(keys) > _MOST:
+            return self._in_order(members, required, comma)
+        return self._in_any_order(members, frozenset(required), comma)
+
+    def _in_order(self, members: Mapping[str, str], required: Sequence[str], comma: str) -> str:
         first, later = '""', '""'
-        for key in reversed(keys):
-            value = self._value(properties.get(key, {}))
-            member = self._lark.rule(f"{json.dumps(write(key) + equals)} {value}")
+        for key, member in reversed(members.items()):
             begun = f"{member} {later}"
             first = self._lark.rule(begun if key in required else f"{begun} | {first}")
             further = f"{json.dumps(comma)} {member}"
             further = further if key in required else f"({further})?"
             later = self._lark.rule(f"{further} {later}")
         return first
+
+    def _in_any_order(
+        self, members: Mapping[str, str], required: frozenset[str], comma: str
+    ) -> str:
+        """Add a rule for each set of keys that may be left, and the one with which all begin."""
+        states: dict[frozenset[str], str] = {}
+
+        def state(left: frozenset[str], before: str) -> str:
+            bodies = [f"{before} {members[key]} {later(left - {key})}" for key in left]
+            return self._lark.rule(" | ".join(bodies if left & required else [*bodies, '""']))
+
+        def later(left: frozenset[str]) -> str:
+            if left not in states:
+                states[left] = state(left, json.dumps(comma))
+            return states[left]
+
+        return state(frozenset(members), "")
 
     def _value(self, schema: Any) -> str:
         """Return the body of a value."""
@@ -95,10 +122,10 @@ class LiteralRules:
             case "boolean":
                 return f"{json.dumps(self._words[True])} | {json.dumps(self._words[False])}"
             case "null":
-                return json.dumps(self._words[None])
+                return '("null" | "None")' if self._quote else json.dumps(self._words[None])
             case "object" if self._quote:
                 return f'"{{" {self._members(schema, ":", ",", _bare_key)} "}}"'
-            case "array" if self._quote:
+            case "array" if self._quote or self._words[None] != "null":
                 return self._list(schema)
             case "":
                 return self._any(_DEPTH)
@@ -114,7 +141,8 @@ class LiteralRules:
         least, most = schema.get("minItems", 0), schema.get("maxItems")
         if most == 0:
             return '"[" "]"'
-        further = f'("," {item}){{{max(0, least - 1)},{"" if most is None else most - 1}}}'
+        comma = json.dumps("," if self._quote else ", ")
+        further = f"({comma} {item}){{{max(0, least - 1)},{'' if most is None else most - 1}}}"
         body = f"{item} {further}"
         return f'"[" {body} "]"' if least else f'"[" ({body})? "]"'
 

@@ -4,8 +4,10 @@ import json
 from typing import Any
 
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 
 from mlxsrv.text.calls import CallFormat, Tools, WrittenCall
+from mlxsrv.text.lark import Lark
 from mlxsrv.text.literal_calls import (
     FUNCTIONGEMMA,
     GEMMA4,
@@ -15,7 +17,8 @@ from mlxsrv.text.literal_calls import (
     OLMO3,
     PYTHONIC,
 )
-from tests.support.reading import read_each_way
+from mlxsrv.text.marks import SPELLED
+from tests.support.reading import read, read_each_way, tokens
 
 WEATHER = {
     "type": "object",
@@ -54,6 +57,57 @@ def test_calls_as_the_model_writes_them(format: CallFormat) -> None:
     expected = heard(*((call.name, dict(call.arguments)) for call in WRITTEN))
     for count in range(1, 4):
         assert read_each_way(format, format.spell(WRITTEN[:count]), TOOLS) == expected[:count]
+
+
+@pytest.mark.parametrize("format", LITERAL_FORMATS, ids=named)
+def test_a_call_that_is_cut_anywhere_gives_the_beginning_of_the_whole_one(
+    format: CallFormat,
+) -> None:
+    whole = format.spell([WRITTEN[0], WRITTEN[2]])
+    expected = heard(*((call.name, dict(call.arguments)) for call in (WRITTEN[0], WRITTEN[2])))
+    for marks in (SPELLED, tokens(format)):
+        text = marks.show(whole)
+        for place in range(1, len(text)):
+            parts = read(format, [text[:place]], TOOLS, marks=marks, cut=True)
+            assert len(parts) <= 2
+            for part, (name, arguments) in zip(parts, expected, strict=False):
+                if not isinstance(part, str):
+                    assert part[0] == name
+                    assert arguments.startswith(part[1])
+
+
+@pytest.mark.parametrize("format", LITERAL_FORMATS, ids=named)
+def test_a_grammar_holds_what_the_model_writes(format: CallFormat) -> None:
+    tokenizer = LLTokenizer("byte")
+    lark = Lark(SPELLED, json.dumps)
+    rules = format.rules([*TOOLS.schemas.items()], lark)
+
+    def follows(rule: str, text: str) -> bool:
+        grammar = json.dumps({"grammars": [{"lark_grammar": lark.grammar(rule)}]})
+        matcher = LLMatcher(tokenizer, grammar)
+        assert not matcher.get_error()
+        taken = matcher.try_consume_tokens(tokenizer.tokenize_str(text))
+        return taken == len(text.encode()) and matcher.is_accepting()
+
+    for call in WRITTEN:
+        assert follows(rules.one, format.spell([call])), format.spell([call])
+        assert follows(rules.many, format.spell([call]))
+    assert follows(rules.many, format.spell(WRITTEN))
+    refused: list[tuple[str, dict[str, Any]]] = [
+        ("weather", {}),
+        ("weather", {"days": 3}),
+        ("weather", {"city": 3}),
+        ("weather", {"city": "x", "more": 1}),
+        ("run", {"ratio": "x"}),
+        ("other", {"city": "x"}),
+    ]
+    for name, arguments in refused:
+        assert not follows(rules.one, format.spell([WrittenCall(name, arguments)])), arguments
+    one = format.spell(WRITTEN[:1])
+    for opener, rule in rules.behind.items():
+        assert not follows(rule, "")
+        if one.startswith(opener):
+            assert follows(rule, one.partition(opener)[2])
 
 
 GEMMA_TEXTS: list[tuple[str, dict[str, Any]]] = [
