@@ -76,7 +76,7 @@ class LiteralRules:
 
     def _in_order(self, members: Mapping[str, str], required: Sequence[str], comma: str) -> str:
         first, later = '""', '""'
-        for key, member in reversed(members.items()):
+        for key, member in reversed([*members.items()]):
             begun = f"{member} {later}"
             first = self._lark.rule(begun if key in required else f"{begun} | {first}")
             further = f"{json.dumps(comma)} {member}"
