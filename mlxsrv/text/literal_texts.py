@@ -15,7 +15,7 @@ _NEXT_KEY = re.compile(rf"\s{{0,64}}(?:{KEY}\s{{0,64}}[:=]|[)\]}}]|[\"'\ufdd0-\u
 _NEXT_KEY_BEGUN = re.compile(rf"\s{{0,64}}(?:{KEY})?\s{{0,64}}$")
 _SPACES = re.compile(r"\s{0,256}")
 _WORD = re.compile(r"[-+\w.]*\s*")
-_ZEROS = re.compile(r"([-+]?)0+(?=[0-9])")
+_ZEROS = re.compile(r"^([-+]?)0+(?=[0-9])")
 _WORDS = {"true": "true", "false": "false", "True": "true", "False": "false"}
 _NULLS = ("null", "None")
 _NUMBER = ArgumentTypes({}).typed({"type": "number"})

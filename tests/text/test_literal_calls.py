@@ -35,7 +35,7 @@ RUN = {
 }
 TOOLS = Tools({"weather": WEATHER, "run": RUN, "now": {}, "get-it": WEATHER})
 WRITTEN = [
-    WrittenCall("weather", {"city": "Paris, 'F' \"x\" \\ }) ]\n<b>é", "days": 3}),
+    WrittenCall("weather", {"city": "Paris, 'F' \"x\" \\ }) ]\n<b>é", "days": 305}),
     WrittenCall("now", {}),
     WrittenCall(
         "run",
