@@ -142,7 +142,7 @@ class HarmonyCalls(CallFormat):
 
     def rules(self, tools: Sequence[tuple[str, ToolSchema]], lark: Lark) -> CallRules:
         text = lark.text
-        kind = lark.rule(f'" "? {text("<|constrain|>")}? "json"')
+        kind = lark.choice([f'" "? {text("<|constrain|>")} "json"', '" json"'])
         type = f"({kind})? {text('<|message|>')}"
         behind, direct = [], []
         for name, schema in tools:
