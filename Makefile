@@ -132,6 +132,7 @@ fuzz: $(VENV)/.fuzz  ## look for inputs that break a rule (ARGS="--seconds 600 t
 bench: $(VENV)/.bench  ## the hot paths, then every ratio against mlx_lm.server (ARGS=--quick for a look)
 	$(BIN)/python -m benchmarks.sse
 	$(BIN)/python -m benchmarks.text
+	$(BIN)/python -m benchmarks.formats
 	$(BIN)/python -m benchmarks.step
 	$(BIN)/python -m benchmarks.churn
 	$(BIN)/python -m benchmarks.lengths

@@ -142,40 +142,40 @@ class StringReader(CallReader):
         """Read a string between quotes. A quote that nothing fitting follows belongs to it."""
         text, quote = self._text, self._delimiter
         search = _STRING_STOPS[quote].search
+        pieces: list[str] = []
         given = at = 0
+        limit = len(text)
+        ended = False
         while stop := search(text, at):
             start = stop.start()
-            if text[start] == "\\":
+            sign = text[start]
+            if sign == "\\":
                 size = Lookahead.escape(text, start)
                 if start + size > len(text) and not self._final:
-                    return self._wait(given, start)
-                self._put_text(text[given:start])
-                escaped = text[start : start + size]
+                    limit = start
+                    break
                 inner = self._syntax.colons or not self._levels[-1].outer
-                self._put_text(unescape(escaped, slashes=inner and quote == '"'))
+                escaped = unescape(text[start : start + size], slashes=inner and quote == '"')
+                pieces += (text[given:start], escaped)
                 given = at = start + size
                 continue
-            if text[start] == quote[0]:
-                ends = self._quote_ends(text, start)
-                if ends is None:
-                    return self._wait(given, start)
-                if ends:
-                    self._put_text(text[given:start])
-                    self._text = text[start + len(quote) :]
-                    return self._give_value('"')
-            elif text[start] == self._end_marker:
-                self._put_text(text[given:start])
-                self._text = text[start:]
-                self._finish("never closed")
-                return True
+            ends = sign == self._end_marker if sign != quote[0] else self._quote_ends(text, start)
+            if ends or ends is None:
+                limit, ended = start, bool(ends)
+                break
             at = start + 1
-        return self._wait(given, len(text))
+        pieces.append(text[given:limit])
+        self._put_text("".join(pieces))
+        self._text = text[limit:]
+        return ended and self._end_quoted()
 
-    def _wait(self, given: int, limit: int) -> bool:
-        """Give text of a string up to a limit, at which it is not certain how it goes on."""
-        self._put_text(self._text[given:limit])
-        self._text = self._text[limit:]
-        return False
+    def _end_quoted(self) -> bool:
+        """End the string at its quote, or the call at the end marker."""
+        if self._ends_here(self._text):
+            self._finish("never closed")
+            return True
+        self._take(len(self._delimiter))
+        return self._give_value('"')
 
     def _quote_ends(self, text: str, start: int) -> bool | None:
         """Whether the quote at `start` ends the string; None while that is not certain."""

@@ -28,6 +28,7 @@ _UNTYPED = frozenset({"string", "object", "array"})
 _STRINGS = ("pattern", "minLength", "maxLength")
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _WORDS = {"True": "true", "False": "false", "None": "null"}
+_ENCODE = json.JSONEncoder(ensure_ascii=False).encode
 _ESCAPED = re.compile(r"\\(.)", re.DOTALL)
 _ESCAPES = "\n\\'\"abfnrtv01234567xNuU"
 _NAMES = {"true": True, "false": False, "null": None}  # JSON's in a literal of Python's
@@ -35,7 +36,7 @@ _NAMES = {"true": True, "false": False, "null": None}  # JSON's in a literal of 
 
 def escape(text: str) -> str:
     """Return what stands for a text in a JSON string. Escapes of parts may be joined."""
-    return json.dumps(text, ensure_ascii=False)[1:-1]
+    return _ENCODE(text)[1:-1]
 
 
 class Argument:
