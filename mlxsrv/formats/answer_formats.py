@@ -144,7 +144,7 @@ _THOUGHTS = (
     _Sign("apertus", ["<|inner_prefix|>"]),
     _Sign("mistral", ["[THINK]", "[/THINK]"]),
     _Sign("kimi", texts=["◁think▷"]),
-    _Sign("granite_headings", texts=["Here is my thought process:", "Here is my response:"]),
+    _Sign("think_headings", texts=["Here is my thought process:", "Here is my response:"]),
     _Sign("hunyuan", ["<think>"], ["<answer>"]),
     _Sign("response", ["<think>"], ["<response>"]),
     _Sign("think", ["<think>", "</think>"]),

@@ -55,7 +55,6 @@ _THOUGHTS: Mapping[str, str] = {
     "apertus": "apertus2509",
     "command": "cohere cohere2 cohere_command3 cohere_command4",
     "gemma4": "",
-    "granite_headings": "granite",
     "harmony": "gpt_oss openai openai_gptoss",
     "hunyuan": "hunyuan_a13b",
     "kimi": "",
@@ -69,6 +68,7 @@ _THOUGHTS: Mapping[str, str] = {
     "think": "deepseek_r1 deepseek_v3 exaone4 glm45 glm47 hy_v3 kimi_k2 minimax_m2 "
     "minimax_m2_append_think nemotron_v3 olmo3 qwen3 step3p5",
     "think_colon": "",
+    "think_headings": "granite",
 }
 
 _LISTS = {"calls": _CALLS, "thoughts": _THOUGHTS}

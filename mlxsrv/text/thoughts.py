@@ -39,11 +39,6 @@ FRAME_FORMATS: Sequence[FrameFormat] = (
         label="thought",
         turn="<turn|>",
     ),
-    HeadedThoughts(
-        "granite_headings",
-        ["Here is my thought process:", "Here's my thought process:"],
-        ["Here is my response:", "Here's my response:"],
-    ),
     HeadedMessages(
         "harmony",
         "<|start|>",
@@ -72,5 +67,10 @@ FRAME_FORMATS: Sequence[FrameFormat] = (
     MarkedThoughts("seed_oss", "<seed:think>", "</seed:think>", "</seed:think>\n"),
     MarkedThoughts("think", *_THINK, _CLOSE),
     MarkedThoughts("think_colon", "<|think:start|>", "<|think:end|>"),
+    HeadedThoughts(
+        "think_headings",
+        ["Here is my thought process:", "Here's my thought process:"],
+        ["Here is my response:", "Here's my response:"],
+    ),
 )
 """All of them. Each is the family's way as far as its name says nothing else."""

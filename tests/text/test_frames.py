@@ -30,7 +30,7 @@ END_MESSAGE = "<|close|>message<|sep|>"
 
 OPEN = {
     "gemma4": "<|channel>thought\n",
-    "granite_headings": "Here is my thought process:\n",
+    "think_headings": "Here is my thought process:\n",
     "harmony": f"{H_TURN}{ANALYSIS}",
     "kimi_k3": THINK,
     "muse": "<|start|>assistant to=self<|message|>",
@@ -143,19 +143,19 @@ CASES = [
     Case("response", "<think>a</think><response>b</response>", "a", "b"),
     # Headings.
     Case(
-        "granite_headings",
+        "think_headings",
         "Here is my thought process:\na\n\nHere is my response:\nb",
         "a",
         "b",
     ),
     Case(
-        "granite_headings",
+        "think_headings",
         "\nHere's my thought process: a\nHere's my response: b. Here is my response: c",
         "a",
         "b. Here is my response: c",
     ),
-    Case("granite_headings", "Well. Here is my response: b", "", "Well. Here is my response: b"),
-    Case("granite_headings", "Here is my thought", "", "Here is my thought"),
+    Case("think_headings", "Well. Here is my response: b", "", "Well. Here is my response: b"),
+    Case("think_headings", "Here is my thought", "", "Here is my thought"),
     # Pairs.
     Case("mistral", "[THINK]a[/THINK]b", "a", "b"),
     Case("apertus", "<|inner_prefix|>a<|inner_suffix|>b", "a", "b"),
@@ -244,7 +244,7 @@ def texts(name: str) -> st.SearchStrategy[list[str]]:
     return st.lists(st.sampled_from([*marks, *marks, *WORDS.get(name, []), *plain]), max_size=14)
 
 
-@pytest.mark.parametrize("name", sorted(set(THOUGHTS) - {"none", "granite_headings"}))
+@pytest.mark.parametrize("name", sorted(set(THOUGHTS) - {"none", "think_headings"}))
 @given(data=st.data())
 def test_any_text_in_any_pieces(name: str, data: st.DataObject) -> None:
     format = THOUGHTS[name]

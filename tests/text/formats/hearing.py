@@ -131,7 +131,7 @@ def _words(value: Any) -> Any:
     return isinstance(value, bool)
 
 
-NOT_YET = frozenset({"granite3-c", "hermes-l", "qwenxml-q"})
+NOT_YET = frozenset({"hermes-l", "qwenxml-q"})
 """Vectors that are not read yet."""
 
 
