@@ -124,6 +124,7 @@ class AnswerReader(Stage[str, list[OutputPart]]):
             self._openers = {marks.show(opener): opener for opener in calls.format.openers}
             self._dropped = frozenset(map(marks.show, calls.format.dropped))
         self._stray = frozenset(marks.tokens.values())
+        self._inner = False  # some of these stand inside longer markers
         self._framed: Sequence[str] = ()
         self._markers = Scanner([])
         leading = calls is not None and calls.format.leading
@@ -273,7 +274,9 @@ class AnswerReader(Stage[str, list[OutputPart]]):
     def _find_markers(self) -> None:
         """Make the scanner for the markers that are looked for now."""
         self._framed = self._frame.markers
-        patterns = {*self._framed, *self._openers, *self._dropped, *self._stray}
+        patterns = {*self._framed, *self._openers, *self._dropped}
+        self._inner = any(sign in each for each in patterns - self._stray for sign in self._stray)
+        patterns |= {sign for sign in self._stray if not any(sign in each for each in patterns)}
         # Outside of calls a marker may also be spelled by several tokens.
         patterns |= set(map(self._marks.spell, patterns))
         if self._settled:
@@ -316,6 +319,8 @@ class AnswerReader(Stage[str, list[OutputPart]]):
     def _place(self, text: str, parts: list[OutputPart]) -> None:
         if not text:
             return
+        if self._inner:
+            text = self._marks.spell(text)
         pieces = self._frame.place(text)
         if self._offered is None:
             parts += pieces

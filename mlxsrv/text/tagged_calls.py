@@ -4,16 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mlxsrv.text.calls import CallFormat, CallReader, CallRules, Tools, ToolSchema, WrittenCall
+from mlxsrv.text.calls import (
+    CallFormat,
+    CallPart,
+    CallReader,
+    CallRules,
+    Tools,
+    ToolSchema,
+    WrittenCall,
+)
+from mlxsrv.text.json_reader import ObjectsReader
 from mlxsrv.text.lark import Lark
 from mlxsrv.text.marks import Marks
-from mlxsrv.text.tagged_layout import TagLayout
+from mlxsrv.text.tagged_layout import TagLayout, plain
 from mlxsrv.text.tagged_reader import TagReader
 from mlxsrv.text.tagged_rules import gapped
 
 
 class TaggedCalls(CallFormat):
-    """Calls with tagged arguments.
+    """Calls with tagged arguments. In their place, JSON objects that have the name among their keys
+    are read too.
 
     Args:
         name: as the operator names it.
@@ -22,6 +32,8 @@ class TaggedCalls(CallFormat):
         openers: texts before a block. Another one may stand in the place of the first.
         bare: openers that are the beginning of a call and that other text has too, so a call behind
             them is one of the request's tools.
+        dropped: other markers that vanish outside a block.
+        header: what a frame has read before a block if it gives a header, as its format.
     """
 
     def __init__(
@@ -32,24 +44,32 @@ class TaggedCalls(CallFormat):
         marks: Sequence[str],
         openers: Sequence[str] = (),
         bare: Sequence[str] = (),
+        dropped: Sequence[str] = (),
+        header: str = "",
     ) -> None:
         self.name = name
         self.marks = marks
         self.openers = (*openers, *bare)
-        self.dropped = tuple(end for end in layout.ends if " " not in end)
+        self.dropped = (*(end for end in layout.ends if " " not in end), *dropped)
         self._layout = layout
         self._bare = frozenset(bare)
+        self._header = header
 
     def reader(self, opener: str, tools: Tools, marks: Marks) -> CallReader:
         bare = opener in self._bare
-        return TagReader(self._layout, self.openers, tools, marks, bare=opener if bare else "")
+        begun = opener if bare else ""
+        if opener not in self.openers:
+            begun = self._header.format(opener)
+        tagged = TagReader(self._layout, self.openers, tools, marks, begun=begun, bare=bare)
+        return tagged if begun else EitherReader(tagged, ObjectsReader(self.dropped, marks, tools))
 
     def spell(self, calls: Sequence[WrittenCall]) -> str:
         layout = self._layout
         texts = [layout.spell_call(call, number) for number, call in enumerate(calls)]
         if layout.between is not None:
-            texts = [layout.between.join(texts)]
-        return layout.joint.join(layout.before + text + layout.after for text in texts)
+            texts = [plain(layout.between).join(texts)]
+        texts = [plain(layout.before) + text + plain(layout.after) for text in texts]
+        return plain(layout.joint).join(texts)
 
     def rules(self, tools: Sequence[tuple[str, ToolSchema]], lark: Lark) -> CallRules:
         layout = self._layout
@@ -70,7 +90,57 @@ class TaggedCalls(CallFormat):
         behind = {}
         for opener in self.openers:
             begun = calls
-            if opener in self._bare:
-                begun = lark.choice(f"{text(head.removeprefix(opener))} {b}" for head, b in bodies)
+            if all(opener in head for head, _ in bodies):
+                rests = [(head.partition(opener)[2], body) for head, body in bodies]
+                begun = lark.choice(f"{text(rest)} {body}" for rest, body in rests)
             behind[opener] = lark.rule(f"{space} {begun} {after}")
         return CallRules(one, many, behind)
+
+
+class EitherReader(CallReader):
+    """Reads a block with one of two readers, by its first character.
+
+    Args:
+        tagged: for tags.
+        objects: for JSON.
+    """
+
+    def __init__(self, tagged: CallReader, objects: CallReader) -> None:
+        super().__init__()
+        self._tagged = tagged
+        self._objects = objects
+        self._chosen: CallReader | None = None
+
+    @property
+    def rest(self) -> str:
+        return self._text if self._chosen is None else self._chosen.rest
+
+    @property
+    def unread(self) -> str:
+        return self._text if self._chosen is None else self._chosen.unread
+
+    def feed(self, text: str) -> Sequence[CallPart]:
+        if self._chosen is None:
+            self._text += text
+            text = self._text
+            if not text or text.isspace():
+                return ()
+            self._chosen = self._objects if text.lstrip()[0] in "{[`" else self._tagged
+        return self._tell(self._chosen, self._chosen.feed(text))
+
+    def end(self, *, cut: bool) -> Sequence[CallPart]:
+        if self._chosen is None:
+            self.refused = True
+            return ()
+        return self._tell(self._chosen, self._chosen.end(cut=cut))
+
+    def _tell(self, chosen: CallReader, parts: Sequence[CallPart]) -> Sequence[CallPart]:
+        self.over, self.refused = chosen.over, chosen.refused
+        self.closed, self.is_open = chosen.closed, chosen.is_open
+        return parts
+
+    def _step(self) -> bool:
+        return False
+
+    def _end(self, cut: bool) -> None:
+        pass

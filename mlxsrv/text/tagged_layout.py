@@ -31,7 +31,8 @@ class TagLayout(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         before: what stands before the calls of a block.
         head: the beginning of a call, with {name} and perhaps {number}.
-        argument: one argument, with {key}, {value} and perhaps {type}.
+        argument: one argument, with {key}, {value} and perhaps {type}. In all of these {gap} is a
+            newline that some models write; it is not written for them.
         tail: the end of a call.
         after: the end of a block.
         between: text between two calls in a block; None if each call has its own block.
@@ -78,22 +79,18 @@ class TagLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     def spell_call(self, call: WrittenCall, number: int) -> str:
         """Return one call as the model writes it, without what is around a block."""
-        return (
-            self.head.replace("{name}", self._attribute(call.name)).replace(
-                "{number}", str(number + 1)
-            )
-            + "".join(self._spell_argument(key, value) for key, value in call.arguments.items())
-            + self.tail
-        )
+        arguments = [self._spell_argument(key, value) for key, value in call.arguments.items()]
+        head = plain(self.head).replace("{name}", self._attribute(call.name))
+        return "".join([head.replace("{number}", str(number + 1)), *arguments, plain(self.tail)])
 
     def rule_call(self, name: str, schema: ToolSchema, lark: Lark) -> tuple[str, str]:
         """Return the head of a call, spelled, and the body of what follows it."""
-        head = self.head.replace("{name}", self._attribute(name)).replace("{number}", "1")
 
         def write(key: str, schema: Mapping[str, Any], argument: Argument) -> str:
             return self._rule_argument(key, schema, argument, lark)
 
         arguments = ArgumentRules(lark, schema, write).all()
+        head = self.head.replace("{name}", self._attribute(name))
         return head, lark.rule(f"{arguments} {gapped(lark, self.tail)}")
 
     def _rule_argument(
@@ -117,9 +114,12 @@ class TagLayout(msgspec.Struct, frozen=True, kw_only=True):
     def _rule_value(
         self, schema: Mapping[str, Any], argument: Argument, closer: str, lark: Lark
     ) -> str:
-        if not self.cdata or argument.kind == "other":
+        if not self.cdata:
             return text_body(lark, schema, argument, closer)
         data = text_body(lark, schema, argument, CDATA[1] + closer)
+        if argument.kind == "other":
+            plainly = text_body(lark, schema, argument, closer)
+            return f"({lark.text(CDATA[0])} {data} | {plainly})"
         return f"({lark.text(CDATA[0])} {data} | /[^<&\\n]*/ {lark.text(closer)})"
 
     def _rule_types(self, argument: Argument) -> Iterator[tuple[str, Argument]]:
@@ -141,7 +141,7 @@ class TagLayout(msgspec.Struct, frozen=True, kw_only=True):
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         if self.cdata and re.search(r"[<&\n]", text):
             text = CDATA[0] + text + CDATA[1]
-        before, _, after = self.argument.partition("{value}")
+        before, _, after = plain(self.argument).partition("{value}")
         before = before.replace("{key}", self._attribute(key))
         return before.replace("{type}", self._type_of(value)) + text + after
 
@@ -161,3 +161,8 @@ class TagLayout(msgspec.Struct, frozen=True, kw_only=True):
             case int() | float():
                 return "number"
         return "array" if isinstance(value, list) else "object"
+
+
+def plain(text: str) -> str:
+    """Return a text without its gaps."""
+    return text.replace("{gap}", "")

@@ -25,13 +25,15 @@ class _Ender(msgspec.Struct, frozen=True):
     Attributes:
         follows: tags of which one must follow it, if the answer goes on. None: anything may.
         taken: the tag belongs to the value; else it is read again.
-        key: it has the key of another argument, which must be one of the tool's.
+        key: it has the key of another argument.
+        known: that must be one of the tool's.
     """
 
     tag: Tag
     follows: Sequence[Tag] | None = None
     taken: bool = False
     key: bool = False
+    known: bool = False
 
 
 class TagReader(CallReader):
@@ -39,7 +41,8 @@ class TagReader(CallReader):
 
     Args:
         openers: texts before a block, spelled.
-        bare: the beginning of a call that was read before; calls are only those of `tools`.
+        begun: text that was read before, with which the block begins.
+        bare: the text looks like other text, so calls are only those of `tools`.
     """
 
     def __init__(
@@ -49,7 +52,8 @@ class TagReader(CallReader):
         tools: Tools,
         marks: Marks,
         *,
-        bare: str = "",
+        begun: str = "",
+        bare: bool = False,
     ) -> None:
         super().__init__()
 
@@ -59,8 +63,8 @@ class TagReader(CallReader):
         self._layout = layout
         self._tools = tools
         self._marks = marks
-        self._known = bool(bare)
-        self._text = marks.show(bare)
+        self._known = bare
+        self._text = marks.show(begun)
         self._heads = tags(layout.heads)
         self._keys = tags(layout.keys)
         self._tails = tags(layout.tails)
@@ -94,7 +98,10 @@ class TagReader(CallReader):
         for closer in map(show, layout.closers):
             tag = Tag("\n?" * layout.lines + closer)
             enders.append(_Ender(tag, None if _is_marked(closer) else follows, taken=True))
-        enders += [_Ender(Tag("\n?" + show(key)), key=True) for key in layout.keys]
+        siblings = [show(key) for key in layout.keys if not key.startswith("{")]
+        enders += [
+            _Ender(Tag("\n?" + key), key=True, known=not _is_marked(key)) for key in siblings
+        ]
         enders += [_Ender(Tag("\n?" + show(tail)), self._ends) for tail in layout.tails]
         enders += [_Ender(Tag("\n?" + show(end)), self._openers) for end in layout.ends]
         return enders
@@ -376,7 +383,9 @@ class TagReader(CallReader):
         if not ender.key:
             return True
         key = self._attribute(text, "key")
-        return key is not None and key not in self._given and self._takes(key)
+        return key is not None and (
+            self._takes(key) and key not in self._given if ender.known else True
+        )
 
     def _put(self, text: str) -> None:
         """Take text of a value."""

@@ -103,8 +103,11 @@ class ArgumentRules:
 
 
 def gapped(lark: Lark, text: str) -> str:
-    """Return the body of a text in which a newline may stand for each `{gap}`."""
-    return ' "\\n"? '.join(lark.text(part) for part in text.split("{gap}"))
+    """Return the body of a text in which a newline may stand for each `{gap}`, and any number for
+    `{number}`."""
+    bodies = {"{gap}": '"\\n"?', "{number}": "/[0-9]{1,4}/"}
+    parts = re.split(r"(\{gap\}|\{number\})", text)
+    return " ".join(bodies.get(part) or lark.text(part) for part in parts)
 
 
 def text_body(lark: Lark, schema: Mapping[str, Any], argument: Argument, closer: str) -> str:
