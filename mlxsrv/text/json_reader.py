@@ -12,6 +12,7 @@ from mlxsrv.text.marks import Marks
 from mlxsrv.text.scan import Scanner
 
 SPACE = " \t\r\n"
+_OBJECTS = "{[`"  # JSON begins so, or a code block with it
 # Dropped behind an object. Small models write too many brackets.
 LEFTOVERS = SPACE + ",;}"
 
@@ -252,7 +253,7 @@ class EitherReader(ObjectsReader):
 
     Args:
         other: the other reader.
-        sign: the text with which its calls begin.
+        sign: the text with which its calls begin; empty if it may be any that JSON does not.
     """
 
     def __init__(
@@ -279,12 +280,17 @@ class EitherReader(ObjectsReader):
 
     def _between(self) -> bool:
         text = self._text.lstrip(SPACE)
-        if self.closed or self._listed or not self._sign.startswith(text[: len(self._sign)]):
+        if self.closed or self._listed or not self._may_be_other(text):
             return super()._between()
         if len(text) >= len(self._sign):
             self._chosen = True
             self._parts += self._follow(self._other.feed(super().unread))
         return False
+
+    def _may_be_other(self, text: str) -> bool:
+        if not self._sign:
+            return text[:1] not in ("", *_OBJECTS)
+        return self._sign.startswith(text[: len(self._sign)])
 
     def _follow(self, parts: Sequence[CallPart]) -> Sequence[CallPart]:
         """Take the state of the other reader, which has given these parts."""

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 
 from mlxsrv.text.calls import (
     CallFormat,
-    CallPart,
     CallReader,
     CallRules,
     Tools,
     ToolSchema,
     WrittenCall,
 )
-from mlxsrv.text.json_reader import ObjectsReader
+from mlxsrv.text.json_reader import EitherReader
 from mlxsrv.text.lark import Lark
 from mlxsrv.text.marks import Marks
 from mlxsrv.text.tagged_layout import TagLayout, plain
@@ -61,7 +60,7 @@ class TaggedCalls(CallFormat):
         if opener not in self.openers:
             begun = self._header.format(opener)
         tagged = TagReader(self._layout, self.openers, tools, marks, begun=begun, bare=bare)
-        return tagged if begun else EitherReader(tagged, ObjectsReader(self.dropped, marks, tools))
+        return tagged if begun else EitherReader(self.dropped, marks, tools, tagged, "")
 
     def spell(self, calls: Sequence[WrittenCall]) -> str:
         layout = self._layout
@@ -95,52 +94,3 @@ class TaggedCalls(CallFormat):
                 begun = lark.choice(f"{text(rest)} {body}" for rest, body in rests)
             behind[opener] = lark.rule(f"{space} {begun} {after}")
         return CallRules(one, many, behind)
-
-
-class EitherReader(CallReader):
-    """Reads a block with one of two readers, by its first character.
-
-    Args:
-        tagged: for tags.
-        objects: for JSON.
-    """
-
-    def __init__(self, tagged: CallReader, objects: CallReader) -> None:
-        super().__init__()
-        self._tagged = tagged
-        self._objects = objects
-        self._chosen: CallReader | None = None
-
-    @property
-    def rest(self) -> str:
-        return self._text if self._chosen is None else self._chosen.rest
-
-    @property
-    def unread(self) -> str:
-        return self._text if self._chosen is None else self._chosen.unread
-
-    def feed(self, text: str) -> Sequence[CallPart]:
-        if self._chosen is None:
-            self._text += text
-            text = self._text
-            if not text or text.isspace():
-                return ()
-            self._chosen = self._objects if text.lstrip()[0] in "{[`" else self._tagged
-        return self._tell(self._chosen, self._chosen.feed(text))
-
-    def end(self, *, cut: bool) -> Sequence[CallPart]:
-        if self._chosen is None:
-            self.refused = True
-            return ()
-        return self._tell(self._chosen, self._chosen.end(cut=cut))
-
-    def _tell(self, chosen: CallReader, parts: Sequence[CallPart]) -> Sequence[CallPart]:
-        self.over, self.refused = chosen.over, chosen.refused
-        self.closed, self.is_open = chosen.closed, chosen.is_open
-        return parts
-
-    def _step(self) -> bool:
-        return False
-
-    def _end(self, cut: bool) -> None:
-        pass
