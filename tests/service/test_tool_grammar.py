@@ -32,7 +32,7 @@ from mlxsrv.settings import Settings
 from tests.support.effort import examples, often
 from tests.support.fixtures import ModelFolder
 from tests.support.scripted import cut, write_scripted
-from tests.support.tiny import CHAT_TEMPLATE, VOCABULARY, make_tokenizer
+from tests.support.tiny import VOCABULARY, make_tokenizer
 
 pytestmark = [pytest.mark.served, pytest.mark.slow]  # a process of its own checks each grammar
 
@@ -219,20 +219,3 @@ def test_a_choice_of_some_tools_leaves_the_prompt_as_it_is_where_it_is_enforced(
 
     serve(enforced, folder)
     serve(offered, folder, tool_grammar=False)
-
-
-def test_a_model_whose_calls_are_no_json_says_so_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    template = CHAT_TEMPLATE.replace("\n<tool_call>\n{", "\n<tool_call>\n<function=f>{")
-    coder = "<tool_call>\n<function=now>\n</function>\n</tool_call>"
-    folder = write_scripted(tmp_path / "m", cut(coder, 3), template=template)
-
-    async def test(service: Service) -> None:
-        for _ in range(2):
-            [one], _ = await answer(service, asking(limit=200))
-            assert [call.name for call in one.tools] == ["now"]
-
-    with caplog.at_level(logging.WARNING, "mlxsrv"):
-        serve(test, folder)
-    assert caplog.messages == ["tool grammar has no effect"]

@@ -59,8 +59,6 @@ def marked(*calls: str) -> str:
     return "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in calls)
 
 
-UNREAD = pytest.mark.xfail(reason="Qwen's XML has no reader yet", strict=True)
-
 # As Qwen's coder models have it: no JSON, so it is read once it is over.
 CODER = "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n"
 CODER_TEMPLATE = CHAT_TEMPLATE.replace("\n<tool_call>\n{", "\n<tool_call>\n<function=f>{")
@@ -288,7 +286,7 @@ def test_tools_that_may_not_be_called_are_not_offered(client: httpx.Client, none
         ("one", None, [("get_weather", LONG)]),
         ("two", "I will look.", [("get_weather", PARIS), ("add", {"a": 1})]),
         ("thinks", None, [("get_weather", PARIS)]),
-        pytest.param("coder", None, [("get_weather", PARIS)], marks=UNREAD),
+        ("coder", None, [("get_weather", PARIS)]),
         ("bare", None, [("now", {})]),
     ],
 )
@@ -405,9 +403,7 @@ def test_what_is_no_call_is_text(client: httpx.Client) -> None:
     assert put_together(streamed)["tool_calls"] == []
 
 
-@pytest.mark.parametrize(
-    "model", ["one", "two", "thinks", pytest.param("coder", marks=UNREAD), "bare"]
-)
+@pytest.mark.parametrize("model", ["one", "two", "thinks", "coder", "bare"])
 def test_markers_are_never_in_the_text(client: httpx.Client, model: str) -> None:
     streamed = stream(client, asking(model=model))
     message = the_choice(ask(client, asking(model=model)))["message"]
