@@ -68,7 +68,7 @@ def model(name: str) -> tuple[Model, Marks]:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_tokens([AddedToken(each, special=False) for each in (*names, END)])
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-    drawn = Model(fast, tokenizer.get_vocab_size(), [tokenizer.token_to_id(END)])
+    drawn = Model(fast, tokenizer.get_vocab_size(), [tokenizer.get_vocab()[END]])
     marks = Marks(names, tokenizer.get_vocab())
     texts = ((i, drawn.decode([i])) for i in range(drawn.vocabulary))
     drawn.closers |= {*marks.tokens, *(i for i, text in texts if text[:1] in {*"<\n')`", "◁"})}
