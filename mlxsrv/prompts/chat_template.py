@@ -7,9 +7,8 @@ since nobody has looked at its loops.
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Iterable, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from mlxsrv.errors import InvalidRequest, UnsupportedParameter
 from mlxsrv.prompts.histories import Histories
 from mlxsrv.prompts.messages import Chat, Messages, PlainMessage
 from mlxsrv.prompts.sandbox import TooMuch, run_apart
+from mlxsrv.prompts.switches import Switches
 from mlxsrv.text.formats import Formats
 
 # End-of-turn tokens by family. Published models often forget to list theirs. So in chats, the
@@ -35,10 +35,6 @@ _TURN_ENDS = (
 # Names that rendering sets itself where a signature does not say so, in transformers and Jinja.
 _RENDERED = frozenset({"self", "conversations", "messages"})
 
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-"""Levels of the effort to put into thinking, as clients name them."""
-
-_USUAL_EFFORTS = ("low", "medium", "high")
 _TOOLS = [
     {
         "type": "function",
@@ -82,9 +78,7 @@ class ChatTemplate:
         formats: those of the model.
 
     Attributes:
-        takes: whether it takes this value of a variable.
-        nearest_effort: returns the level of effort next to what is asked for that it takes; of two
-            as near the higher one. None: it takes none.
+        switches: what it can be told about thinking.
     """
 
     def __init__(self, wrapper: Any, formats: Formats) -> None:
@@ -92,8 +86,7 @@ class ChatTemplate:
         self._texts = template_texts(wrapper)
         self._histories = Histories(self._write, formats)
         self._histories_with_tools = Histories(partial(self._write, tools=_TOOLS), formats)
-        self.takes = lru_cache(maxsize=16)(self._takes)
-        self.nearest_effort = lru_cache(maxsize=16)(self._nearest_effort)
+        self.switches = Switches(self._write)
         self._reserved = _RENDERED.union(inspect.signature(self._apply).parameters)
 
     @property
@@ -193,27 +186,6 @@ class ChatTemplate:
             raise InvalidRequest(f"{path}: it cannot be rendered: {reason}", param=path)
         return rendered.text
 
-    def _takes(self, name: str, value: bool) -> bool:
-        return self._write(_QUESTION, **{name: value}) is not None
-
-    def _nearest_effort(self, asked: str) -> str | None:
-        levels = [asked]
-        if asked in EFFORTS:
-            place = EFFORTS.index(asked)
-            away = {level: number - place for number, level in enumerate(EFFORTS)}
-            levels = sorted(EFFORTS, key=lambda level: (abs(away[level]), -away[level]))
-        return next((level for level in levels if self._takes_effort(level)), None)
-
-    def _takes_effort(self, level: str) -> bool:
-        """Whether the template takes a level of effort. One that it writes as it writes any word is
-        known to the model only if it is usual."""
-        written = self._write(_QUESTION, reasoning_effort=level)
-        if written is None or level in _USUAL_EFFORTS:
-            return written is not None
-        other = self._write(_QUESTION, reasoning_effort="mlxsrv")
-        word = re.compile(rf"\b{re.escape(level)}\b")
-        return other is None or word.sub("mlxsrv", written) != word.sub("mlxsrv", other)
-
     def render_other(self, chat: Chat, messages: Sequence[PlainMessage]) -> str | None:
         """Render other messages in place of the chat's; None if the template refuses them."""
         tools = None if chat.tools is None else list(chat.tools)
@@ -228,7 +200,7 @@ class ChatTemplate:
         several = len(self._texts) > 1 or self._write(_QUESTION) is None
         return self._histories_with_tools if tools and several else self._histories
 
-    def _write(self, messages: Sequence[PlainMessage], **variables: Any) -> str | None:
+    def _write(self, messages: Sequence[PlainMessage], /, **variables: Any) -> str | None:
         """Write messages and the beginning of an answer; None if the template refuses them."""
         try:
             variables["add_generation_prompt"] = True

@@ -206,33 +206,41 @@ def _thinking(
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the variables that say whether and how much to think, and the paths of fields that the
     template does not take. They are advice: what it would refuse is left out."""
-    template = tokenizer.chat_template if asked.template is None else None
+    if asked.template is not None:
+        return _clients_thinking(spec, asked, asked.template)
+    switches = tokenizer.chat_template.switches
     variables: dict[str, Any] = {}
     ignored: list[str] = []
     effort = asked.effort or None  # some clients send "" where nothing is chosen
     thinks = False if asked.thinking is None and effort == "none" else asked.thinking
-    if thinks is not None and (template is None or template.takes("enable_thinking", thinks)):
-        variables["enable_thinking"] = thinks
-    elif asked.thinking is not None:
+    turned = None if thinks is None else switches.turn(thinks)
+    variables.update(turned or {})
+    changes = switches.can_turn or asked.thinking != tokenizer.formats.thoughts.thinks
+    if turned is None and asked.thinking is not None and changes:
         ignored.append(spec.path("enable_thinking"))
     if effort is None:
         return variables, ignored
-    level = effort if template is None else template.nearest_effort(effort)
-    if not _has_variable("reasoning_effort", asked, tokenizer):
-        level = None
-    switched = "enable_thinking" in variables and _has_variable("enable_thinking", asked, tokenizer)
+    level = switches.set_effort(effort)
     one_field = spec.path("reasoning_effort") == spec.path("enable_thinking")
-    if level is not None and (effort != "none" or level == "none" or not switched):
-        variables["reasoning_effort"] = level
-    elif not switched or (effort != "none" and not one_field):
+    if level is not None and (effort != "none" or "none" in level.values() or turned is None):
+        variables.update(level)
+    elif turned is None or (effort != "none" and not one_field):
         ignored.append(spec.path("reasoning_effort"))
     return variables, list(dict.fromkeys(ignored))
 
 
-def _has_variable(name: str, asked: ChatPrompt, tokenizer: Tokenizer) -> bool:
-    if asked.template is not None:
-        return name in asked.template
-    return tokenizer.chat_template.has_variable(name)
+def _clients_thinking(
+    spec: GenerationSpec, asked: ChatPrompt, template: str
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the same for a client's template, which is not asked what it takes."""
+    thinks = False if asked.thinking is None and asked.effort == "none" else asked.thinking
+    told = {"enable_thinking": thinks, "reasoning_effort": asked.effort or None}
+    variables = {name: value for name, value in told.items() if value is not None}
+    if "reasoning_effort" not in variables or "reasoning_effort" in template:
+        return variables, []
+    del variables["reasoning_effort"]
+    switched = asked.effort == "none" and "enable_thinking" in template
+    return variables, [] if switched else [spec.path("reasoning_effort")]
 
 
 def _last_tokens(spec: GenerationSpec, tokenizer: Tokenizer) -> int | None:
