@@ -18,6 +18,11 @@ from mlxsrv.text.values import Argument, ArgumentTypes, escape
 _STRING_STOPS = {
     quote: re.compile(rf"[\\{quote[0]}\ufdd0-\ufdef]") for quote in ('"', "'", '"""', "'''")
 }
+_DOUBTED_STOPS = {
+    quote: re.compile(rf"[\\{quote[0]}{chr(10) * (len(quote) == 1)}\ufdd0-\ufdef]")
+    for quote in _STRING_STOPS
+}
+_MARK = re.compile(r"[\ufdd0-\ufdef]")
 _NESTED = re.compile(r"[(\[{)\]},\ufdd0-\ufdef]")
 _NEXT_QUOTE = re.compile(rf"[,\[{{]\s*(?:({KEY})\s*[:=]\s*)?$")
 
@@ -96,6 +101,8 @@ class StringReader(CallReader):
         self._delimiter = ""  # of the string that is read
         self._kept: list[str] = []  # a text without quotes so far
         self._depth = 0  # of brackets in it
+        self._doubted: list[str] | None = None  # text from an end marker in a string on
+        self._doubtful: list[str] = []  # what was read there
 
     @abstractmethod
     def _read_after(self) -> bool:
@@ -113,6 +120,10 @@ class StringReader(CallReader):
         return True
 
     def _give_value(self, value: str) -> bool:
+        if self._doubted is not None:
+            self._doubted = None
+            self._put("".join(self._doubtful))
+            self._doubtful.clear()
         self._put(value)
         self._state = self._read_after
         return True
@@ -121,27 +132,25 @@ class StringReader(CallReader):
         """Read a string between markers, in which nothing else has a meaning."""
         text = self._text
         if text.isalnum():
-            self._put(text)
-            self._text = ""
-            return False
+            return self._pass(text, len(text), text)
         found = self._quotes.search(text)
         limit = found[0] if found else len(text) - self._quotes.held(text) * (not self._final)
-        if len(self._end_marker) == 1 and 0 <= text.find(self._end_marker) < limit:
-            limit = text.index(self._end_marker)
-            self._put_text(self._take(limit))
-            self._finish("never closed")
-            return True
-        self._put_text(text[:limit])
-        if found is None:
-            self._text = text[limit:]
-            return False
-        self._text = text[found[1] :]
-        return self._give_value('"')
+        for mark in _MARK.finditer(text, 0, limit):
+            if self._doubted is not None and mark[0] != self._end_marker:
+                return self._end_unclosed()
+            if self._doubted is None and mark[0] == self._end_marker:
+                return self._doubt(mark.start(), text[: mark.start()])
+        self._pass(text, limit, text[:limit])
+        if found:
+            self._take(len(self._quote))
+            return self._give_value('"')
+        return self._final and self._doubted is not None and self._end_unclosed()
 
     def _read_quoted(self) -> bool:
         """Read a string between quotes. A quote that nothing fitting follows belongs to it."""
         text, quote = self._text, self._delimiter
-        search = _STRING_STOPS[quote].search
+        stops = _STRING_STOPS if self._doubted is None else _DOUBTED_STOPS
+        search = stops[quote].search
         pieces: list[str] = []
         given = at = 0
         limit = len(text)
@@ -159,23 +168,49 @@ class StringReader(CallReader):
                 pieces += (text[given:start], escaped)
                 given = at = start + size
                 continue
-            ends = sign == self._end_marker if sign != quote[0] else self._quote_ends(text, start)
-            if ends or ends is None:
-                limit, ended = start, bool(ends)
-                break
+            if sign == quote[0]:
+                ends = self._quote_ends(text, start)
+                if ends or ends is None:
+                    limit, ended = start, bool(ends)
+                    break
+            elif self._doubted is not None and sign != self._end_marker:
+                return self._end_unclosed()
+            elif sign == self._end_marker and self._doubted is None:
+                return self._doubt(start, "".join([*pieces, text[given:start]]))
             at = start + 1
         pieces.append(text[given:limit])
-        self._put_text("".join(pieces))
-        self._text = text[limit:]
-        return ended and self._end_quoted()
+        self._pass(text, limit, "".join(pieces))
+        if ended:
+            self._take(len(quote))
+            return self._give_value('"')
+        return self._final and self._doubted is not None and self._end_unclosed()
 
-    def _end_quoted(self) -> bool:
-        """End the string at its quote, or the call at the end marker."""
-        if self._ends_here(self._text):
-            self._finish("never closed")
-            return True
-        self._take(len(self._delimiter))
-        return self._give_value('"')
+    def _pass(self, text: str, limit: int, read: str) -> bool:
+        """Give what was read of a string, which was written up to a limit; wait for more."""
+        if self._doubted is not None:
+            self._doubted.append(text[:limit])
+        self._put_text(read)
+        self._text = text[limit:]
+        return False
+
+    # An end marker in a string belongs to it if the string is closed before another call begins,
+    # or its line ends. If it is not, the model forgot to close it and the marker ended the call.
+
+    def _doubt(self, start: int, read: str) -> bool:
+        """Hold back what follows an end marker in a string."""
+        self._put_text(read)
+        self._take(start)
+        self._doubted = [self._take(1)]
+        self._put_text(self._doubted[0])
+        return True
+
+    def _end_unclosed(self) -> bool:
+        """End the call at an end marker in a string."""
+        self._text = "".join([*(self._doubted or ()), self._text])
+        self._doubted = None
+        self._doubtful.clear()
+        self._finish("never closed")
+        return True
 
     def _quote_ends(self, text: str, start: int) -> bool | None:
         """Whether the quote at `start` ends the string; None while that is not certain."""
@@ -261,7 +296,9 @@ class StringReader(CallReader):
         """Give JSON, unless it belongs to a key that was repeated."""
         if self._muted or not text:
             return
-        if self._parts and isinstance(last := self._parts[-1], str):
+        if self._doubted is not None:
+            self._doubtful.append(text)
+        elif self._parts and isinstance(last := self._parts[-1], str):
             self._parts[-1] = last + text
         else:
             self._parts.append(text)

@@ -247,3 +247,29 @@ def test_a_call_a_line() -> None:
 def test_functiongemma() -> None:
     text = "<start_function_call>call:weather{city:<escape>a}b<escape>,days:3}<end_function_call>"
     assert read_each_way(FUNCTIONGEMMA, text, TOOLS) == [("weather", '{"city": "a}b", "days": 3}')]
+
+
+@pytest.mark.parametrize("format", [FUNCTIONGEMMA, GEMMA4, LFM2, OLMO3], ids=named)
+def test_an_end_marker_in_a_string_that_is_closed(format: CallFormat) -> None:
+    text = f"a {format.dropped[0]} 'b' \\n {format.dropped[0]}c"
+    spelled = format.spell([WrittenCall("weather", {"city": text}), WRITTEN[1]])
+    assert read_each_way(format, spelled, TOOLS) == heard(("weather", {"city": text}), ("now", {}))
+
+
+@pytest.mark.parametrize("format", [GEMMA4, LFM2], ids=named)
+def test_an_end_marker_behind_a_string_that_is_not_closed(format: CallFormat) -> None:
+    marks = tokens(format)
+    text = format.spell([WrittenCall("weather", {"city": "x"})])
+    quote = "'" if format is LFM2 else '<|"|>'
+    broken = quote.join(text.split(quote)[:2]) + text.rpartition(quote)[2]
+    for text in (broken, f"{broken}\nAnd then.", f"{broken}\n{format.spell(WRITTEN[1:2])}"):
+        shown = marks.show(text)
+        whole = read(format, [shown], TOOLS, marks=marks)
+        first, *rest = whole
+        assert first[0] == "weather"
+        assert first[1].startswith('{"city": "x')
+        assert rest == ([] if text == broken else ["And then."] if "And" in text else [HEARD_NOW])
+        assert read(format, shown, TOOLS, marks=marks) == whole
+
+
+HEARD_NOW = ("now", "{}")
