@@ -177,10 +177,11 @@ class Tokenizer:
         """Whether the tokenizer writes a space before each text, which is not part of it."""
         return self._texts.strips_first_space
 
-    @property
+    @cached_property
     def think_end(self) -> tuple[int, ...]:
-        """The tokens that close a think block."""
-        return tuple(self._wrapper.think_end_tokens or ())
+        """The tokens that end a thought."""
+        end = self.formats.thoughts.thought[1]
+        return tuple(self._wrapper.encode(end, add_special_tokens=False))
 
     def make_constraint(self, grammar: Grammar) -> Constraint:
         """Return the constraint of one answer, which begins with it.
