@@ -196,9 +196,8 @@ class ChatTemplate:
         return self._adapting(tools=tools).adapt(messages)
 
     def _adapting(self, *, tools: bool) -> Histories:
-        """There may be another template for chats with tools, which takes none without."""
-        several = len(self._texts) > 1 or self._write(_QUESTION) is None
-        return self._histories_with_tools if tools and several else self._histories
+        """There may be another template for chats with tools, or one that takes nothing else."""
+        return self._histories_with_tools if tools and self.takes_tools else self._histories
 
     def _write(self, messages: Sequence[PlainMessage], /, **variables: Any) -> str | None:
         """Write messages and the beginning of an answer; None if the template refuses them."""

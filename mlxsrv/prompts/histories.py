@@ -41,6 +41,7 @@ from mlxsrv.prompts.history_changes import (
     user_in_result,
     users_joined,
     with_arguments,
+    with_head,
     with_ids,
     with_user,
     without_content,
@@ -280,6 +281,8 @@ _ROLES: Sequence[Adaptation] = (
         ["mlxsrv-first", "mlxsrv-late", "mlxsrv-one"],
         shown=["mlxsrv-first", "mlxsrv-late", "mlxsrv-one"],
     ),
+    # DeepSeek V3.2 writes tools into it.
+    Adaptation([_USER], with_head, ["mlxsrv_tool"], shown=["mlxsrv_tool"]),
     # Gemma 2 takes none, and Mistral Nemo moves it from one message of the user's to the next.
     Adaptation(
         [_SYSTEM, _USER, _ANSWER, _OTHER],

@@ -324,6 +324,11 @@ def heads_joined(messages: Messages) -> Messages:
     return [{**messages[0], "content": text}, *messages[head:]]
 
 
+def with_head(messages: Messages) -> Messages:
+    """Begin with a system message."""
+    return messages if _head(messages) else [{"role": "system", "content": ""}, *messages]
+
+
 def head_to_user(messages: Messages) -> Messages:
     """Move the system messages at the beginning into the user's first message."""
     head = _head(messages)

@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 
 from mlxsrv.errors import InvalidRequest
-from mlxsrv.generation.spec import ChatMessage, ChatPrompt, GenerationSpec, PastCall
+from mlxsrv.generation.spec import ChatMessage, ChatPrompt, GenerationSpec, PastCall, ToolSpec
+from mlxsrv.prompts.messages import plain_message
 from mlxsrv.prompts.planning import plan
 from mlxsrv.prompts.tokenizer import Tokenizer
 from tests.support.family_rules import FAMILY_RULES
 from tests.support.growth import assert_linear
+from tests.support.model_folders import change
 from tests.support.scripted import write_scripted
 from tests.web.dialects.asking import DIALECTS
 from tests.web.dialects.spoken import Asked, Call, Turn
@@ -191,6 +193,114 @@ def test_ids_have_the_form_that_the_family_reads(known: dict[str, Tokenizer]) ->
         "functions.find:1",
         "functions.look:2",
     ]
+
+
+def test_ids_that_have_the_form_stay(known: dict[str, Tokenizer]) -> None:
+    """Also where the messages before them are gone."""
+    call = PastCall("look", {"key": "x"}, "functions.look:7")
+    messages = [USER, said("assistant", calls=[call]), said("tool", "y", call_id=call.id)]
+    assert "call functions.look:7 " in render(known["kimi"], messages)
+    call = PastCall("look", {"key": "x"}, "abcdefgh1")
+    messages = [USER, said("assistant", calls=[call]), said("tool", "y", call_id=call.id)]
+    assert (
+        known["mistral"].chat_template.adapt([plain_message(each) for each in messages])[1][
+            "tool_calls"
+        ][0]["id"]
+        == "abcdefgh1"
+    )
+
+
+def test_results_have_the_number_of_their_call_where_the_family_counts(
+    known: dict[str, Tokenizer],
+) -> None:
+    text = render(known["command r7b"], [USER, *called("look", "find"), *called("look")])
+    assert re.findall(r'call "(\d)": (\w+)', text) == [("0", "look"), ("1", "find"), ("2", "look")]
+    assert re.findall(r'\[tool\] "(\d)": from (\w+)', text) == [
+        ("0", "look"),
+        ("1", "find"),
+        ("2", "look"),
+    ]
+
+
+# Calls that a template would leave out, or write in another way than the model.
+
+
+def test_calls_are_written_as_the_model_writes_them_where_its_template_does_not(
+    known: dict[str, Tokenizer],
+) -> None:
+    text = render(known["lfm2"], [USER, *called("look", content="I look.")])
+    assert text == (
+        "[user] one\n[assistant] I look.\n\n"
+        "<|tool_call_start|>[look(key='of look')]<|tool_call_end|>\n[tool] from look\n[assistant] "
+    )
+    text = render(known["phi 3.5"], [USER, *called("look")])
+    assert '<tool_call>\n{"name": "look", "arguments": {"key": "of look"}}\n</tool_call>' in text
+    assert "[user] <tool_response>\nfrom look\n</tool_response>" in text
+
+
+def test_values_are_written_as_json_where_the_template_would_write_python(
+    known: dict[str, Tokenizer],
+) -> None:
+    values = {"on": True, "none": None, "text": "True", "number": 1, "deep": {"a": [None, "x"]}}
+    messages = [USER, *called("look", arguments=values), ANSWER, USER]
+    for family in ("qwen3-coder", "seed"):
+        lines = render(known[family], messages).split("\n")
+        assert lines[3:8] == [
+            "on: true",
+            "none: null",
+            "text: True",
+            "number: 1",
+            'deep: {"a": [null, "x"]}',
+        ], family
+
+
+def test_text_beside_calls_comes_before_them(known: dict[str, Tokenizer]) -> None:
+    for family in ("hermes 3", "gemma4", "llama3", "deepseek v3"):
+        text = render(known[family], [USER, *called("look", content="I look."), ANSWER, USER])
+        assert text.index("I look.") < text.index("call look") < text.index("from look"), family
+    text = render(known["mistral nemo"], [USER, *called("look", content="I look."), ANSWER, USER])
+    assert "<assistant-message>\nI look.\n</assistant-message>\n\nfrom look" in text
+
+
+def test_thoughts_are_blocks_where_the_template_reads_blocks(known: dict[str, Tokenizer]) -> None:
+    text = render(known["ministral"], [USER, *called("look", content="I look.")])
+    assert "[assistant] <hm>I look.call look" in text
+    thought = said("assistant", reasoning="hm", calls=[PastCall("look", {"key": "x"}, "c1")])
+    text = render(known["ministral"], [USER, thought, said("tool", "y", call_id="c1")])
+    assert "[assistant] <hm>call look" in text
+
+
+NAMED = [
+    {"name": "default", "template": FAMILY_RULES["gemma3"]},
+    {"name": "tool_use", "template": FAMILY_RULES["llama3"] + "{{ tools | length }}<tool_call>"},
+]
+
+
+def test_a_chat_with_tools_is_adapted_to_the_template_for_tools(tmp_path: Path) -> None:
+    folder = write_scripted(tmp_path / "m", ["Hi"])
+    change(folder / "tokenizer_config.json", chat_template=NAMED)
+    tokenizer = Tokenizer(folder)
+    assert tokenizer.capabilities[0] == "tools"
+    messages = [USER, *called("look", "find")]
+    asked = ChatPrompt(messages=messages, tools=[ToolSpec(name="look", parameters={})])
+    [planned] = plan(GenerationSpec(prompt=asked), tokenizer).prompts
+    assert "call look" in planned.text
+    assert planned.text.endswith("[assistant] 1<tool_call>")
+    assert "<tool_response>" in render(tokenizer, messages), "the other one knows no tools"
+
+
+def test_tools_come_with_a_system_message_where_there_would_be_none(tmp_path: Path) -> None:
+    """The code that mlx-lm has for DeepSeek V3.2 writes tools into that message."""
+    folder = write_scripted(tmp_path / "m", ["Hi"])
+    change(folder / "tokenizer_config.json", chat_template=..., chat_template_type="deepseek_v32")
+    tokenizer = Tokenizer(folder)
+    asked = ChatPrompt(messages=[USER], tools=[ToolSpec(name="look", parameters={})])
+    [planned] = plan(GenerationSpec(prompt=asked), tokenizer).prompts
+    assert '"name": "look"' in planned.text
+    messages = [USER, *called("look", "find", content="I look."), ANSWER, USER]
+    [planned] = plan(GenerationSpec(prompt=ChatPrompt(messages=messages)), tokenizer).prompts
+    for part in ("I look.", 'invoke name="look"', "of find", "from look", "two"):
+        assert part in planned.text
 
 
 def test_calls_of_one_id_have_one_result_each(known: dict[str, Tokenizer]) -> None:

@@ -100,6 +100,62 @@ FAMILY_RULES: Mapping[str, str] = {
         "{{ 'call ' + call.function.name + ' ' + call.function.arguments + '\n' }}"
         "{% endfor %}{% endif %}"
     ),
+    "lfm2": "{# <|tool_call_start|> #}" + _loop(_TURN),
+    "phi 3.5": _loop(
+        "{% if message.role in ['system', 'user', 'assistant'] %}" + _TURN + "{% endif %}"
+    ),
+    "hermes 3": "{# <tool_call> #}"
+    + _loop("{% if message.tool_calls %}" + _CALLS + "{% else %}" + _TURN + "{% endif %}"),
+    "mistral nemo": "{# [TOOL_CALLS] #}"
+    + _MISTRAL.replace(
+        _TURN + _CALLS,
+        "{% if message.tool_calls %}"
+        + _CALLS
+        + "{% elif message.role != 'system' %}{% if loop.last and message.role == 'user' and "
+        "messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}"
+        + _TURN
+        + "{% endif %}",
+    ),
+    "command r7b": "{# <|START_ACTION|> #}{% set ns = namespace(count=0) %}"
+    + _loop(
+        "{% if message.role == 'tool' %}[tool] {{ message.tool_call_id | tojson }}: "
+        "{{ message.content }}\n{% elif message.tool_calls %}{% for call in message.tool_calls %}"
+        'call "{{ ns.count }}": {{ call.function.name }} {{ call.function.arguments | tojson }}\n'
+        "{% set ns.count = ns.count + 1 %}{% endfor %}{% else %}" + _TURN + "{% endif %}"
+    ),
+    "gemma4": "{# <|tool_call><tool_call|> #}"
+    + _loop(
+        "{% if message.role == 'tool' %}{% elif message.tool_calls %}"
+        + _CALLS
+        + "{% set place = loop.index %}{% set ns = namespace(on=true) %}"
+        "{% for result in messages[place:] %}{% if result.role != 'tool' %}{% set ns.on = false %}"
+        "{% endif %}{% if ns.on %}[tool] {{ result.content }}\n{% endif %}{% endfor %}"
+        "{{ message.content }}{% else %}" + _TURN + "{% endif %}"
+    ),
+    "qwen3-coder": "{# <function=f><parameter=k> #}"
+    + _loop(
+        _TURN + "{% for call in message.tool_calls or [] %}call {{ call.function.name }}\n"
+        "{% for key, value in call.function.arguments | items %}{{ key }}: "
+        "{{ value | tojson if value is mapping or value is sequence and value is not string "
+        "else value | string }}\n{% endfor %}{% endfor %}"
+    ),
+    "seed": "{# <seed:tool_call> #}"
+    + _loop(
+        _TURN + "{% for call in message.tool_calls or [] %}call {{ call.function.name }}\n"
+        "{% for key, value in call.function.arguments | items %}{{ key }}: {{ value }}\n"
+        "{% endfor %}{% endfor %}"
+    ),
+    "ministral": "{# [TOOL_CALLS][ARGS][THINK][/THINK] #}"
+    + _ALTERNATE.replace(
+        "{% for message in rest %}",
+        "{% for message in rest if not message.tool_calls and message.role != 'tool' %}",
+    )
+    + _loop(
+        "[{{ message.role }}] {% if message.content is string %}{{ message.content }}{% else %}"
+        "{% for block in message.content %}{% if block.type == 'thinking' %}"
+        "<{{ block.thinking }}>{% else %}{{ block.text }}{% endif %}{% endfor %}{% endif %}\n"
+        + _CALLS
+    ),
     "kimi": _loop(
         _TURN + "{% for call in message.tool_calls or [] %}call {{ call.id }} "
         "{{ call.function.arguments if call.function.arguments is string else "
