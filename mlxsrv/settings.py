@@ -293,6 +293,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     default_max_tokens: Annotated[
         int, Meta(ge=1, description="`max_tokens` of a chat request that gives none.")
     ] = 4096
+    default_thinking_budget: Annotated[
+        Annotated[int, Meta(ge=0)] | None,
+        Meta(
+            description="Tokens that the thoughts of an answer may take where a chat request does "
+            "not say; then the thought is closed, and the answer follows.",
+        ),
+    ] = None
     tool_grammar: Annotated[
         bool,
         Meta(

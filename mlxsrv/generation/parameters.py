@@ -75,18 +75,20 @@ class Grammar(msgspec.Struct, frozen=True):
     """The text that a row must write: a constraint is made of it where the row is admitted.
 
     Attributes:
-        text: the grammar, as llguidance's compiler takes it.
+        text: the grammar, as llguidance's compiler takes it; empty: any text.
         by_characters: it may have a terminal for each character, so the parser needs more room.
         openers: the grammar is that of tool calls, each from one of these texts on, and all other
             text is free; none: it is that of the whole answer.
         thinking: the prompt has left a think block open, so the answer begins with thoughts. They
             are free.
+        budget: tokens that thoughts may take; None: no bound.
     """
 
-    text: str
+    text: str = ""
     by_characters: bool = False
     openers: tuple[str, ...] = ()
     thinking: bool = False
+    budget: int | None = None
 
 
 Mask = np.ndarray[tuple[int], np.dtype[np.int32]]

@@ -120,6 +120,8 @@ class ChatPrompt(Struct, frozen=True, kw_only=True):
         variables: the template's, which the client sets.
         thinking: whether the model shall think, if the request says so.
         effort: how much it shall think, if the request says so.
+        thinking_budget: tokens that its thoughts may take, if the request says so; negative: as
+            many as the answer.
         continues: the answer continues the last message.
         answers: the beginning of an answer follows the messages.
         template: a client's template, in place of the model's.
@@ -134,6 +136,7 @@ class ChatPrompt(Struct, frozen=True, kw_only=True):
     variables: Mapping[str, Any] = {}
     thinking: bool | None = None
     effort: str | None = None
+    thinking_budget: int | None = None
     continues: bool = False
     answers: bool = True
     template: str | None = None

@@ -43,6 +43,7 @@ class PromptPlan(msgspec.Struct, frozen=True):
         calls: those that the answers may make.
         constraint: the grammar that the answers must follow.
         bans: tokens that the answers may not have.
+        thinking_budget: tokens that thoughts may take, if the request says so.
         ignored: paths of fields that the model's template does not take.
     """
 
@@ -51,6 +52,7 @@ class PromptPlan(msgspec.Struct, frozen=True):
     calls: OfferedCalls | None = None
     constraint: ConstraintSpec | None = None
     bans: Bans | None = None
+    thinking_budget: int | None = None
     ignored: Sequence[str] = ()
 
     @property
@@ -106,6 +108,7 @@ def _plan_chat(spec: GenerationSpec, asked: ChatPrompt, tokenizer: Tokenizer) ->
         calls=calls,
         constraint=constraint,
         bans=_bans(spec, tokenizer),
+        thinking_budget=asked.thinking_budget,
         ignored=ignored,
     )
 
@@ -212,7 +215,8 @@ def _thinking(
     variables: dict[str, Any] = {}
     ignored: list[str] = []
     effort = asked.effort or None  # some clients send "" where nothing is chosen
-    thinks = False if asked.thinking is None and effort == "none" else asked.thinking
+    none = effort == "none" or asked.thinking_budget == 0
+    thinks = False if asked.thinking is None and none else asked.thinking
     turned = None if thinks is None else switches.turn(thinks)
     variables.update(turned or {})
     changes = switches.can_turn or asked.thinking != tokenizer.formats.thoughts.thinks

@@ -35,6 +35,7 @@ from mlxsrv.prompts.model_defaults import (
     sampling_defaults,
     vocabulary_size,
 )
+from mlxsrv.prompts.thought_budget import BudgetConstraint
 from mlxsrv.prompts.token_texts import TokenTexts
 from mlxsrv.prompts.tokenizer_steps import mend_decoder
 from mlxsrv.text.formats import formats_of
@@ -138,6 +139,10 @@ class Tokenizer:
             thoughts=framed,
             calls={token: sign for token, sign in shown.items() if token not in framed},
         )
+        # The device thread needs these, and is no thread for the model's own tokenizer.
+        end = thoughts.thought[1] or thoughts.close.strip()
+        self._closing = tuple(self.token_ids(thoughts.close, special=False))
+        self._think_end = tuple(self.token_ids(end, special=False))
         self._checkpoints = CheckpointFinder(self.chat_template, self._encoder, self.turn_ends)
         self.defaults = sampling_defaults(generation)
         self.vocabulary = vocabulary_size(config) or len(self._wrapper)
@@ -177,11 +182,10 @@ class Tokenizer:
         """Whether the tokenizer writes a space before each text, which is not part of it."""
         return self._texts.strips_first_space
 
-    @cached_property
+    @property
     def think_end(self) -> tuple[int, ...]:
-        """The tokens that end a thought."""
-        end = self.formats.thoughts.thought[1]
-        return tuple(self._wrapper.encode(end, add_special_tokens=False))
+        """The tokens at which a thought ends."""
+        return self._think_end
 
     def make_constraint(self, grammar: Grammar) -> Constraint:
         """Return the constraint of one answer, which begins with it.
@@ -192,6 +196,14 @@ class Tokenizer:
         Raises:
             GrammarRefused, UnsupportedParameter: as `GrammarCompiler.recall`.
         """
+        inner = self._follow(grammar) if grammar.text else None
+        if grammar.budget is None:
+            assert inner is not None  # nothing would be asked of the answer
+            return inner
+        text = self.content_pipeline(thinking=grammar.thinking)
+        return BudgetConstraint(grammar.budget, self._closing, self.turn_ends, text, inner)
+
+    def _follow(self, grammar: Grammar) -> Constraint:
         compiled = self.grammars.recall(grammar)
         if grammar.openers:
             content = self.content_pipeline(thinking=grammar.thinking)

@@ -78,6 +78,9 @@ class ChoiceFactory:
 
     def _make_job(self, prompt_index: int, answer: int) -> Job:
         spec, prompt, grammar = self.spec, self.plan.prompts[prompt_index], self.grammar
+        budget = self._thinking_budget
+        if budget is not None:
+            grammar = replace(grammar or Grammar(), budget=budget)
         if grammar is not None and prompt.thinking:
             grammar = replace(grammar, thinking=True)
         return Job(
@@ -95,6 +98,15 @@ class ChoiceFactory:
             bans=self.plan.bans,
             grammar=grammar,
         )
+
+    @property
+    def _thinking_budget(self) -> int | None:
+        """The tokens that the thoughts of an answer may take; None: as many as the answer."""
+        if not self.spec.is_chat or not self.tokenizer.formats.thoughts.thinks:
+            return None
+        asked = self.plan.thinking_budget
+        budget = self.resources.settings.default_thinking_budget if asked is None else asked
+        return None if budget is None or budget < 0 else budget
 
     @property
     def _scores_of_prompt(self) -> int | None:

@@ -37,6 +37,7 @@ _log = logging.getLogger("mlxsrv.engine")
 _CACHED = 64  # grammars that a model keeps, those of requests and compiled ones
 
 _WALKED = 4  # tokens
+_MOST_BREAKS = 2  # tokens of newlines between thoughts and the text that is bound
 
 # Limits of llguidance's parser: items in a step and in a row. A grammar with a terminal for each
 # character needs more; a step of 150,000 tokens then takes at most 0.1 s.
@@ -341,6 +342,7 @@ class _ThinkingFirst:
         self._vocabulary = vocabulary
         self._recent: tuple[int, ...] = ()
         self._state: Literal["thinking", "break", "text"] = "thinking"
+        self._breaks = 0  # tokens behind the thought
 
     @property
     def dormant(self) -> bool:
@@ -364,10 +366,14 @@ class _ThinkingFirst:
             if self._recent == self._think_end:
                 self._state = "break"
             return
-        between = self._state == "break" and _has(self._vocabulary.breaks, token)
-        self._state = "text"
-        if not between or self._grammar.allows(token):
-            self._grammar.accept(token)
+        if self._state == "break":
+            self._breaks += 1
+            between = _has(self._vocabulary.breaks, token) and not self._grammar.allows(token)
+            if not between or self._breaks == _MOST_BREAKS:
+                self._state = "text"
+            if between:
+                return
+        self._grammar.accept(token)
 
 
 def _first_error(matcher: LLMatcher) -> str:

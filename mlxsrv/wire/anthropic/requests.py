@@ -70,6 +70,7 @@ class AnthropicToolChoice(Struct, frozen=True):
 
 class ThinkingConfig(Struct, frozen=True):
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: Annotated[int, Meta(ge=0)] | None = None
 
 
 class JSONOutputFormat(Struct, frozen=True):
@@ -163,6 +164,7 @@ class MessagesRequest(TextRequest, frozen=True, kw_only=True, dict=True):
             parallel=choice is None or not choice.disable_parallel_tool_use,
             thinking=_thinks(self.thinking),
             effort=None if self.output_config is None else self.output_config.effort,
+            thinking_budget=None if self.thinking is None else self.thinking.budget_tokens,
             continues=messages[-1].is_unfinished,
         )
 

@@ -90,6 +90,7 @@ class OllamaRequest(TextRequest, frozen=True, kw_only=True):
     keep_alive: _KeepAlive | None = None
     priority: Priority | None = None
     think: bool | Effort | None = None
+    thinking_budget: Annotated[int, Meta(ge=-1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
 
@@ -235,6 +236,7 @@ class OllamaChatRequest(OllamaRequest, frozen=True, kw_only=True):
             tools=[tool.tool_spec() for tool in self.tools or ()],
             thinking=self.thinking,
             effort=self.effort,
+            thinking_budget=self.thinking_budget,
             continues=messages[-1].is_unfinished,
         )
 
@@ -271,6 +273,7 @@ class OllamaGenerateRequest(OllamaRequest, frozen=True, kw_only=True):
             messages=messages,
             thinking=self.thinking,
             effort=self.effort,
+            thinking_budget=self.thinking_budget,
             template=self.template or None,
             plain=text,
         )

@@ -82,6 +82,7 @@ class ReasoningFields(Struct, frozen=True):
 
     effort: Effort | None = None
     enabled: bool | None = None
+    max_tokens: Annotated[int, Meta(ge=-1)] | None = None
 
     @property
     def thinks(self) -> bool | None:
@@ -122,6 +123,9 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     reasoning: ReasoningFields | None = None
     enable_thinking: bool | None = None
     think: bool | Effort | None = None
+    thinking_budget: Annotated[int, Meta(ge=-1)] | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=-1)] | None = None
+    reasoning_budget_tokens: Annotated[int, Meta(ge=-1)] | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template: Annotated[str, Meta(min_length=1, max_length=2**20)] | None = None
@@ -143,6 +147,16 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
         if self.reasoning_effort is not None or self.reasoning is None:
             return self.reasoning_effort
         return self.reasoning.effort
+
+    @property
+    def budgets(self) -> dict[str, int | None]:
+        """The fields that bound the tokens of thoughts. Several mean the same."""
+        return {
+            "thinking_budget": self.thinking_budget,
+            "thinking_token_budget": self.thinking_token_budget,
+            "reasoning_budget_tokens": self.reasoning_budget_tokens,
+            "reasoning.max_tokens": None if self.reasoning is None else self.reasoning.max_tokens,
+        }
 
     @property
     def paths(self) -> Mapping[str, str]:
@@ -180,6 +194,9 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
             variables=self.chat_template_kwargs or {},
             thinking=self.thinking,
             effort=self.effort,
+            thinking_budget=next(
+                (budget for budget in self.budgets.values() if budget is not None), None
+            ),
             continues=bool(self.continue_final_message),
             answers=self.add_generation_prompt is not False,
             template=self.chat_template,
@@ -268,6 +285,7 @@ def _check_thinking(request: ChatRequest) -> None:
             "reasoning.effort": None if asked is None else asked.effort,
         }
     )
+    check_same(request.budgets)
     check_ending(request)
 
 

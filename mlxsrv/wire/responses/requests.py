@@ -84,6 +84,7 @@ class TextOptions(Struct, frozen=True):
 class ReasoningOptions(Struct, frozen=True):
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
+    max_tokens: Annotated[int, Meta(ge=-1)] | None = None
 
 
 class ResponsesRequest(TextRequest, frozen=True, kw_only=True, dict=True):
@@ -231,6 +232,7 @@ class ResponsesRequest(TextRequest, frozen=True, kw_only=True, dict=True):
                 variables=self.chat_template_kwargs or {},
                 thinking=None if effort is None else effort != "none",
                 effort=effort,
+                thinking_budget=None if self.reasoning is None else self.reasoning.max_tokens,
             ),
             model=self.model,
             sampling=sampling_wishes(self),

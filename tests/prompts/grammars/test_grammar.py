@@ -265,11 +265,11 @@ def test_the_grammar_waits_for_the_end_of_a_think_block(model: Model) -> None:
     assert model.allowed(constraint) == model.ends
 
 
-def test_a_newline_may_come_after_the_think_block_but_once(model: Model) -> None:
+def test_two_newlines_may_come_after_the_think_block_and_no_more(model: Model) -> None:
     (newline,) = model.encode("\n")
     end = (model.id("</think>"),)
     constraint = model.compile(GrammarSpec("regex", "x+")).constraint(end)
-    model.feed(constraint, [*end, newline])
+    model.feed(constraint, [*end, newline, newline])
     assert newline not in model.allowed(constraint)
     model.feed(constraint, model.encode("x"))
     assert newline not in model.allowed(constraint)
