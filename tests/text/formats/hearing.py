@@ -15,6 +15,7 @@ from mlxsrv.text.formats import CALLS, THOUGHTS
 from mlxsrv.text.frames import CONTENT
 from mlxsrv.text.marks import SPELLED, Marks
 from mlxsrv.text.reader import AnswerReader, OfferedCalls, OutputPart, ToolArguments, ToolOpened
+from tests.support.effort import EFFORT
 
 VECTORS = Path(__file__).parent / "vectors.jsonl"
 APART = "\ue000"
@@ -46,7 +47,7 @@ class Vector(msgspec.Struct, frozen=True):
         tools: "all" or "none".
         text: with the names of tokens.
         cut: a limit ended the answer.
-        only: "tokens" if it is clear only where markers are tokens.
+        only: "tokens" or "spelled" if it is clear only where markers are.
     """
 
     id: str
@@ -131,10 +132,6 @@ def _words(value: Any) -> Any:
     return isinstance(value, bool)
 
 
-NOT_YET = frozenset({"hermes-l", "qwenxml-q"})
-"""Vectors that are not read yet."""
-
-
 @cache
 def offered() -> Tools:
     """The tools of all vectors."""
@@ -144,11 +141,9 @@ def offered() -> Tools:
 
 @cache
 def vectors() -> Sequence[Vector]:
-    """All vectors whose formats there are."""
+    """All vectors."""
     lines = VECTORS.read_text().splitlines()[1:]
-    found = [msgspec.json.decode(line, type=Vector) for line in lines]
-    there = [each for each in found if each.calls in CALLS and each.thoughts in THOUGHTS]
-    return [each for each in there if each.id not in NOT_YET]
+    return [msgspec.json.decode(line, type=Vector) for line in lines]
 
 
 def by_format() -> dict[str, list[Vector]]:
@@ -171,13 +166,20 @@ def tokens(calls: str, thoughts: str) -> Marks:
 
 def all_marks(vector: Vector) -> Iterator[Marks]:
     """The ways in which a vector's markers may be written."""
-    yield tokens(vector.calls, vector.thoughts)
-    if not vector.only:
+    if vector.only != "spelled":
+        yield tokens(vector.calls, vector.thoughts)
+    if vector.only != "tokens":
         yield SPELLED
 
 
 def shown(vector: Vector, marks: Marks) -> str:
     return marks.show(vector.text).replace(APART, "")
+
+
+def places(vector: Vector, size: int) -> range:
+    """Places in an answer of this size; all of them in long runs, some in others."""
+    step = 1 if EFFORT == "long" else 11
+    return range(1 + len(vector.id + vector.why) % step, size, step)
 
 
 def reader(vector: Vector, marks: Marks, *, parallel: bool = True) -> AnswerReader:
