@@ -17,6 +17,7 @@ _ROLE = "assistant"
 _CHANNELS = ("analysis", "commentary", "final")
 _WORDS = (_ROLE, *_CHANNELS)
 _ASIDE = ("analysis", "self")  # the channel of thoughts, and their recipient
+_ANY_ROLE = re.compile(r"\s*[\w.:-]+")
 _TO = "to="
 _RECIPIENT = re.compile(r"to=([\w./:-]+)")
 _NO_TOOLS = ("", "all", "assistant", "commentary", "functions", "user")
@@ -126,11 +127,7 @@ class _MessageFrame(Frame):
         if self._header is None:
             return self._channels.place(text)
         self._header[-1] += text
-        if self._marked:
-            waits = sum(map(len, self._header)) <= _LONGEST
-        else:
-            waits = _may_be_header(self._header[-1])
-        return () if waits else self._end_header()
+        return () if self._may_go_on(self._header) else self._end_header()
 
     def cross(self, marker: str) -> Sequence[Piece]:
         self.header = None
@@ -145,6 +142,7 @@ class _MessageFrame(Frame):
             self._header.append("")
         elif marker == self._channel:  # the end of the message before is missing
             self._begin_header(marked=True)
+            self._header = ["", ""]
         return ()
 
     def leave(self) -> None:
@@ -153,6 +151,13 @@ class _MessageFrame(Frame):
     def flush(self) -> Sequence[Piece]:
         pieces = () if self._header is None else self._end_header()
         return [*pieces, *self._channels.flush()]
+
+    def _may_go_on(self, header: Sequence[str]) -> bool:
+        """Whether the text that waits may be part of a header so far."""
+        if len(header) > 1:
+            return sum(map(len, header)) <= _LONGEST
+        [text] = header
+        return _may_be_header(_ANY_ROLE.sub("", text, count=1) if self._marked else text)
 
     def _begin_header(self, *, marked: bool) -> None:
         self._header = [""]
@@ -175,10 +180,12 @@ class _MessageFrame(Frame):
         """Go on without a header's last marker; return the text that is no header."""
         header = self._header or [""]
         text = header[-1]
-        if self._marked:
-            text = _skip_header(text)
-        elif not self._first and _may_be_header(text):
+        if len(header) > 1:
+            text = _skip_header(text, typed=True)
+        elif (self._marked or not self._first) and self._may_go_on(header):
             text = ""
+        elif self._marked:
+            text = _skip_header(text, typed=False)
         self._begin(_read_header(header) if self._marked else _Message("content"))
         self.header = None
         return self._channels.place(text) if text else ()
@@ -193,14 +200,18 @@ def _may_be_header(text: str) -> bool:
     return last.startswith(_TO) or any(word.startswith(last) for word in (*_WORDS, _TO))
 
 
-def _skip_header(text: str) -> str:
-    """Return the text behind a header without its last marker. One word is the type of a text."""
-    rest = text.lstrip()
+def _skip_header(text: str, *, typed: bool) -> str:
+    """Return the text behind a header without its last marker.
+
+    Args:
+        typed: one word may be the type of the text that follows.
+    """
+    rest = text.strip().removeprefix(_ROLE).lstrip()
     while rest and (word := rest.split(maxsplit=1)[0]):
         if word not in _WORDS and not word.startswith(_TO):
             break
         rest = rest[len(word) :].lstrip()
-    return rest if len(rest.split(maxsplit=1)) > 1 else ""
+    return rest if not typed or len(rest.split(maxsplit=1)) > 1 else ""
 
 
 def _read_header(parts: Sequence[str]) -> _Message:

@@ -90,9 +90,9 @@ class AnswerReader(Stage[str, list[OutputPart]]):
         marks: the markers of the model's formats.
         calls: those that may be made; without it there are none.
         bound: the answer follows a grammar. It begins with a call or has none, and once its content
-            has begun, what looks like a marker in it is text that the grammar asked for. Small
-            models then repeat a call without end, so a call that is the same as an earlier one is
-            not given and ends the answer. A call is held back as long as it may become one.
+            has begun, what spells a marker in it is text that the grammar asked for. Small models
+            then repeat a call without end, so a call that is the same as an earlier one is not
+            given and ends the answer. A call is held back as long as it may become one.
 
     Attributes:
         calls: how many calls were opened.
@@ -130,7 +130,7 @@ class AnswerReader(Stage[str, list[OutputPart]]):
         leading = calls is not None and calls.format.leading
         self._plain = not bound and not leading  # text without a marker decides nothing
         self._begun = False  # content has begun
-        self._settled = False  # a bound answer's content has begun, so no marker follows
+        self._settled = False  # a bound answer's content has begun, so no opener follows
         self._held = ""  # may be the beginning of a marker
         self._space: list[str] = []  # whitespace of content that is dropped if a call follows
         self._after = False  # a call went before, so whitespace is dropped
@@ -280,7 +280,7 @@ class AnswerReader(Stage[str, list[OutputPart]]):
         # Outside of calls a marker may also be spelled by several tokens.
         patterns |= set(map(self._marks.spell, patterns))
         if self._settled:
-            patterns = set()
+            patterns = set(self._stray)
         elif self._tokens_only:
             # A grammar's text may spell a marker of thoughts; one that is a token opens a thought.
             thoughts = {*self._framed, *map(self._marks.spell, self._framed)}
@@ -302,8 +302,10 @@ class AnswerReader(Stage[str, list[OutputPart]]):
     def _cross(self, marker: str, parts: list[OutputPart]) -> None:
         """Go on behind a marker."""
         found, marker = marker, self._marks.show(marker)
-        if marker in self._openers and (
-            not self._frame.reasoning or found in self._stray or self._line
+        if (
+            marker in self._openers
+            and not self._settled
+            and (not self._frame.reasoning or found in self._stray or self._line)
         ):
             self._begin_block(found, self._openers[marker])
         elif marker in self._framed:

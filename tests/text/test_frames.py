@@ -78,6 +78,10 @@ CASES = [
     Case("harmony", f"b{NEXT}{FINAL}c", "", "bc", f"{H_TURN}{FINAL}a"),
     Case("harmony", f"analysis<|message|>b{NEXT}{FINAL}c", "b", "c", f"{H_TURN}<|channel|>"),
     Case("harmony", f"<|message|>b{NEXT}{FINAL}c", "b", "c", f"{H_TURN}<|channel|>analysis"),
+    Case("harmony", f"{ANALYSIS}a{NEXT}{{1}} b", "a", "{1} b"),
+    Case("harmony", f"{ANALYSIS}a{NEXT} b", "a", "b"),
+    Case("harmony", f"{ANALYSIS}a<|end|><|start|>assist", "a", ""),
+    Case("harmony", f"{ANALYSIS}a<|end|><|start|>functions.f to=", "a", ""),
     # Tools that nobody offered, and a result that the model made up.
     Case("harmony", "<|channel|>commentary to=python code<|message|>1 + 1<|call|>", "1 + 1", ""),
     Case("harmony", f"<|channel|>analysis to=browser.open<|message|>x{NEXT}{FINAL}y", "x", "y"),
@@ -260,6 +264,23 @@ def test_any_text_in_any_pieces(name: str, data: st.DataObject) -> None:
     for before, part in pairwise([BODY.get(name, ""), *parts]):
         if part.strip(" \n<|") and part not in (*format.marks, *WORDS.get(name, [])):
             assert part.strip() in said or (name in BODY and before != BODY[name])
+
+
+def test_content_that_follows_a_grammar_keeps_its_frame() -> None:
+    for name, text, content in (
+        ("kimi_k3", f"{THINK}a{END_THINK}{RESPONSE}{{}}{END_RESPONSE}", "{}"),
+        ("harmony", f"{ANALYSIS}a{NEXT}{FINAL}{{}}<|return|>", "{}"),
+        ("harmony", f"{ANALYSIS}a{NEXT}{{}}", "{}"),
+        ("muse", " to=self<|message|>a<|eom|><|start|>assistant to=user<|message|>{}", "{}"),
+        ("hunyuan", '<think>a</think>{"b": "<answer>"}', '{"b": "<answer>"}'),
+    ):
+        marks = tokens(THOUGHTS[name])
+        frame = THOUGHTS[name].frame(marks, thinking=False)
+        stage = AnswerReader(frame, marks, bound=True)
+        said = pieces([*(part for sign in marks.show(text) for part in stage.feed(sign)),
+                       *stage.flush()])  # fmt: skip
+        assert (joined(said, "reasoning"), joined(said, "content")) == ("a", content), name
+        assert said[-1][0] == "content"
 
 
 def test_it_tells_when_a_message_is_a_thought() -> None:
