@@ -98,6 +98,7 @@ _CALLS_BY_TOKENS = (
     _Sign("lfm2", ["<|tool_list_start|>"]),
     _Sign("apertus", ["<|tools_prefix|>"]),
     _Sign("command", ["<|START_ACTION|>"]),
+    _Sign("hy_v3", ["<arg_key:opensource>"]),
     _Sign("hy_v3", ["<tool_sep>", "<arg_key>"]),
     _Sign("hy_v3", ["<tool_calls>", "<arg_key>"]),
     _Sign("glm", ["<arg_key>"]),

@@ -10,20 +10,20 @@ NONE = "none"
 
 _CALLS: Mapping[str, str] = {
     "apertus": "apertus2509",
-    "command": "cohere cohere2 cohere_command3 cohere_command4",
+    "command": "cohere cohere2 cohere_command3 cohere_command4 command_a command_r7b",
     "deepseek_v3": "deepseek_r1",
     "deepseek_v31": "",
-    "deepseek_v32": "",
-    "deepseek_v4": "",
-    "deepseek_v41": "",
+    "deepseek_v32": "dsml",
+    "deepseek_v4": "dsml",
+    "deepseek_v41": "dsml",
     "ernie45": "",
     "exaone4": "exaone",
     "functiongemma": "function_gemma",
     "functools": "",
-    "gemma4": "",
+    "gemma4": "gemma",
     "gigachat": "gigachat3",
     "glm": "glm4 glm45 glm47 glm5 laguna ling3 poolside_v1 ring spark",
-    "granite": "",
+    "granite": "granite3",
     "harmony": "gpt_oss openai openai_gptoss",
     "hermes": "granite4 json_tools qwen qwen25 qwen3 qwen3_json smollm3",
     "hunyuan": "hunyuan_a13b",
@@ -38,7 +38,7 @@ _CALLS: Mapping[str, str] = {
     "minicpm5": "",
     "minimax_m2": "minimax",
     "minimax_m3": "",
-    "mistral_args": "mistral magistral devstral",
+    "mistral_args": "mistral mistral_v11 magistral devstral",
     "mistral_ids": "mistral",
     "mistral_list": "mistral",
     "muse": "muse_spark",
@@ -46,14 +46,15 @@ _CALLS: Mapping[str, str] = {
     "olmo3": "pythonic",
     "phi4": "phi4_mini_json",
     "prompted": "",
-    "qwen_xml": "mimo nemotron_v3 qwen3 qwen3_coder qwen3_xml step3p5",
+    "pythonic": "toolace",
+    "qwen_xml": "mimo nemotron_v3 qwen3 qwen_coder qwen3_coder qwen3_xml step3p5",
     "seed_oss": "",
     "xlam": "",
 }
 
 _THOUGHTS: Mapping[str, str] = {
     "apertus": "apertus2509",
-    "command": "cohere cohere2 cohere_command3 cohere_command4",
+    "command": "cohere cohere2 cohere_command3 cohere_command4 command_a command_r7b",
     "gemma4": "",
     "harmony": "gpt_oss openai openai_gptoss",
     "hunyuan": "hunyuan_a13b",
@@ -93,11 +94,10 @@ def find_names(word: str, kind: FormatKind) -> Sequence[str]:
         UnknownFormat: there is none.
     """
     asked = word.strip().lower().translate(str.maketrans("-.", "__"))
-    if asked in names(kind):
-        return [asked]
     if asked == "auto":
         return names(kind)
-    found = [name for name, others in _LISTS[kind].items() if asked in others.split()]
+    exact = [name for name in names(kind) if name == asked]
+    found = exact + [name for name, others in _LISTS[kind].items() if asked in others.split()]
     if not found:
         known = ", ".join(names(kind))
         raise UnknownFormat(f"no format of {kind} is called {word!r}; there are: {known}")

@@ -43,4 +43,4 @@ CALLS: Mapping[str, CallFormat] = {each.name: each for each in _CALLS}
 def formats_of(names: tuple[str, str]) -> Formats:
     """Return the formats of these names: of calls, and of thoughts."""
     calls, thoughts = names
-    return Formats(THOUGHTS.get(thoughts, THOUGHTS["none"]), CALLS.get(calls))
+    return Formats(THOUGHTS[thoughts], CALLS.get(calls))
