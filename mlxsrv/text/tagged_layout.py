@@ -15,6 +15,7 @@ from mlxsrv.text.tagged_rules import ArgumentRules, gapped, text_body
 from mlxsrv.text.values import Argument, ArgumentTypes
 
 CDATA: Final = ("<![CDATA[", "]]>")
+_NO_MARKUP = r"[^<&\n]"
 
 _TYPES = ArgumentTypes({})
 TEXT = _TYPES.typed({"type": "string"})
@@ -117,10 +118,10 @@ class TagLayout(msgspec.Struct, frozen=True, kw_only=True):
         if not self.cdata:
             return text_body(lark, schema, argument, closer)
         data = text_body(lark, schema, argument, CDATA[1] + closer)
-        if argument.kind == "other":
-            plainly = text_body(lark, schema, argument, closer)
-            return f"({lark.text(CDATA[0])} {data} | {plainly})"
-        return f"({lark.text(CDATA[0])} {data} | /[^<&\\n]*/ {lark.text(closer)})"
+        bodies = [f"{lark.text(CDATA[0])} {data}"]
+        if argument.kind == "other" or "pattern" not in schema:
+            bodies.append(text_body(lark, schema, argument, closer, _NO_MARKUP))
+        return f"({' | '.join(bodies)})"
 
     def _rule_types(self, argument: Argument) -> Iterator[tuple[str, Argument]]:
         """Yield the bodies of the attribute for types, each with the type that it tells."""

@@ -16,6 +16,8 @@ from mlxsrv.text.tagged_layout import CDATA, OTHER, TEXT, TagLayout
 from mlxsrv.text.tags import WAIT, Found, Tag
 from mlxsrv.text.values import Argument, ArgumentTypes, escape
 
+_MOST_SPACE = 256  # characters of whitespace between tags that are waited for
+
 _Place = Literal["calls", "call", "value", "object"]
 
 
@@ -326,7 +328,8 @@ class TagReader(CallReader):
         text = self._text
         if self._layout.cdata and not self._finishing:
             body = text.lstrip()
-            if len(body) < len(CDATA[0]) and CDATA[0].startswith(body):
+            short = len(body) < len(CDATA[0]) and len(text) < _MOST_SPACE
+            if short and CDATA[0].startswith(body):
                 return False
         if not text and not self._finishing:
             return False
@@ -367,8 +370,11 @@ class TagReader(CallReader):
     def _is_followed(self, ender: _Ender, text: str, at: int) -> bool | Literal["wait"]:
         if ender.follows is None:
             return True
-        while at < len(text) and text[at].isspace():
+        limit = at + _MOST_SPACE
+        while at < min(len(text), limit) and text[at].isspace():
             at += 1
+        if at == limit:
+            return False
         if at == len(text):
             return self._finishing or WAIT
         for tag in ender.follows:

@@ -110,35 +110,44 @@ def gapped(lark: Lark, text: str) -> str:
     return " ".join(bodies.get(part) or lark.text(part) for part in parts)
 
 
-def text_body(lark: Lark, schema: Mapping[str, Any], argument: Argument, closer: str) -> str:
+def text_body(
+    lark: Lark,
+    schema: Mapping[str, Any],
+    argument: Argument,
+    closer: str,
+    signs: str = "(?s:.)",
+) -> str:
     """Return the body of a value as plain text, and the closer behind it.
 
     Args:
         closer: spelled; with gaps only at its end.
+        signs: a regex for one character of free text.
     """
     closer, gap, rest = closer.partition("{gap}")
-    return f"{_text_body(lark, schema, argument, closer)} {gapped(lark, gap + rest)}"
+    return f"{_text_body(lark, schema, argument, closer, signs)} {gapped(lark, gap + rest)}"
 
 
-def _text_body(lark: Lark, schema: Mapping[str, Any], argument: Argument, closer: str) -> str:
+def _text_body(
+    lark: Lark, schema: Mapping[str, Any], argument: Argument, closer: str, signs: str
+) -> str:
     if argument.kind == "other":
         return f"{lark.json(schema)} {lark.text(closer)}"
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(values, list) and values:
         texts = (each if isinstance(each, str) else json.dumps(each) for each in values)
         return f"({' | '.join(map(json.dumps, texts))}) {lark.text(closer)}"
-    return lark.until(closer, _pattern(schema) if argument.kind == "text" else "(?s:.*)")
+    return lark.until(closer, _pattern(schema, signs) if argument.kind == "text" else signs + "*")
 
 
-def _pattern(schema: Mapping[str, Any]) -> str:
+def _pattern(schema: Mapping[str, Any], signs: str) -> str:
     """Return the regex for a string of a schema."""
     pattern = schema.get("pattern")
     least, most = schema.get("minLength"), schema.get("maxLength")
     if isinstance(pattern, str) and least is None and most is None:
         return _unanchored(pattern)
     if isinstance(least, int) or isinstance(most, int):
-        return f"(?s:.{{{least or 0},{'' if most is None else most}}})"
-    return "(?s:.*)"
+        return f"{signs}{{{least or 0},{'' if most is None else most}}}"
+    return signs + "*"
 
 
 def _unanchored(pattern: str) -> str:
