@@ -219,6 +219,8 @@ def _thinking(
     thinks = False if asked.thinking is None and none else asked.thinking
     turned = None if thinks is None else switches.turn(thinks)
     variables.update(turned or {})
+    if asked.thinking_budget is not None and asked.thinking_budget > 0:
+        variables.update(switches.set_budget(asked.thinking_budget) or {})
     changes = switches.can_turn or asked.thinking != tokenizer.formats.thoughts.thinks
     if turned is None and asked.thinking is not None and changes:
         ignored.append(spec.path("enable_thinking"))

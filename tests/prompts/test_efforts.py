@@ -30,6 +30,7 @@ TEMPLATES = {
     "deepseek v4": "{% if reasoning_effort == 'max' %}max{% endif %}||",
     "qwen3": "|{{ enable_thinking }}|",
     "qwen2": "||",
+    "seed": "{{ 'at most ' ~ thinking_budget if thinking_budget is defined else '?' }}",
 }
 
 
@@ -126,6 +127,16 @@ def test_a_level_that_nobody_knows_is_left_out_by_name(
     for name in ("gpt-oss", "qwen2"):
         ignored = told(known[name], FIELDS[field]("a lot"))[2]
         assert ignored == [NAMES.get(field, field)]
+
+
+def test_a_budget_is_told_to_the_template_that_takes_one(known: dict[str, Tokenizer]) -> None:
+    """Seed-OSS notes in its thoughts how much of it is left."""
+    [planned] = plan(chat(thinking_budget=600), known["seed"]).prompts
+    assert planned.text == "at most 600"
+    [planned] = plan(chat(thinking_budget=0), known["seed"]).prompts
+    assert planned.text == "at most 0"
+    [planned] = plan(chat(), known["seed"]).prompts
+    assert planned.text == "?"
 
 
 def test_a_level_of_no_letters_is_none(known: dict[str, Tokenizer]) -> None:
