@@ -147,14 +147,22 @@ class LiteralRules:
         return f'"[" {body} "]"' if least else f'"[" ({body})? "]"'
 
     def _literal(self, value: Any) -> str:
+        """Return the body of a value that stands in the schema."""
         match value:
-            case None | bool():
+            case None:
+                return self._typed({}, "null")
+            case bool():
                 return json.dumps(self._words[value])
             case str() if self._quote:
-                quote = self._lark.text(self._quote)
-                return f"{quote} {json.dumps(value)} {quote}" if value else f"{quote} {quote}"
+                return self._lark.text(f"{self._quote}{value}{self._quote}")
             case str():
-                return json.dumps(quoted(value))
+                return f"({json.dumps(quoted(value))} | {json.dumps(json.dumps(value))})"
+            case list() if self._quote:
+                return f'"[" {_joined(map(self._literal, value))} "]"'
+            case dict() if self._quote:
+                pairs = sorted(value.items(), key=lambda pair: str(pair[0]).lower())
+                members = (f"{json.dumps(f'{key}:')} {self._literal(v)}" for key, v in pairs)
+                return f'"{{" {_joined(members)} "}}"'
         return self._lark.json({"const": value})
 
     def _referred(self, pointer: str) -> str:
@@ -235,6 +243,10 @@ def _types(schema: Mapping[str, Any]) -> Iterable[str]:
     if types and schema.get("nullable") is True and "null" not in types:
         types.append("null")
     return types or [""]
+
+
+def _joined(bodies: Iterable[str]) -> str:
+    return ' "," '.join(bodies) or '""'
 
 
 def _listed(value: Any) -> list[Any]:

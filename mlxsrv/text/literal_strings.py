@@ -245,7 +245,7 @@ class StringReader(CallReader):
                 return self._give_value(json.dumps(self._marks.spell(body), ensure_ascii=False))
         self._kept.clear()
         self._text = body + self._text
-        return self._read_bare()
+        return self._split_bare(len(body), ended=True)
 
     def _begins_next(self, body: str, behind: str) -> bool | None:
         """Whether the quote behind a text opens another string; None while that is not certain.
@@ -267,8 +267,19 @@ class StringReader(CallReader):
 
     def _read_bare(self) -> bool:
         """Read a text without quotes."""
+        found = self._markers.search(self._text)
+        held = 0 if found or self._final else self._markers.held(self._text)
+        limit = found[0] if found else len(self._text) - held
+        return self._split_bare(limit, ended=bool(found) or self._final)
+
+    def _split_bare(self, limit: int, *, ended: bool) -> bool:
+        """Take a text without quotes, up to a comma or bracket behind which the call goes on.
+
+        Args:
+            limit: where the text ends at the latest, if it has `ended`.
+        """
         text = self._text
-        for found in _NESTED.finditer(text):
+        for found in _NESTED.finditer(text, 0, limit):
             start, sign = found.start(), found[0]
             if sign in "([{":
                 self._depth += 1
@@ -281,9 +292,8 @@ class StringReader(CallReader):
             else:
                 self._kept.append(self._take(start))
                 return self._give_bare()
-        self._kept.append(text)
-        self._text = ""
-        return self._give_bare() if self._final else False
+        self._kept.append(self._take(limit))
+        return ended and self._give_bare()
 
     def _give_bare(self) -> bool:
         body = self._marks.spell("".join(self._kept)).strip()
