@@ -8,9 +8,12 @@ from functools import cache
 import pytest
 
 from mlxsrv.formats.answer_formats import FormatWords
+from mlxsrv.generation.spec import ChatMessage, ChatPrompt, GenerationSpec, PastCall
+from mlxsrv.prompts.planning import plan
 from mlxsrv.prompts.tokenizer import Tokenizer
 from mlxsrv.text.calls import Tools, WrittenCall
-from mlxsrv.text.reader import OfferedCalls, ToolArguments, ToolOpened
+from mlxsrv.text.marks import SPELLED
+from mlxsrv.text.reader import AnswerReader, OfferedCalls, ToolArguments, ToolOpened
 from tests.real.conftest import real
 
 FOUND = {
@@ -80,3 +83,29 @@ def test_calls_come_back_from_their_own_tokens(name: str) -> None:
     arguments = "".join(part.text for part in parts if isinstance(part, ToolArguments))
     assert json.loads(arguments) == ARGUMENTS
     assert all(isinstance(part, ToolOpened | ToolArguments) for part in parts)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3"])
+def test_a_call_in_the_history_is_written_as_the_model_writes_it(name: str) -> None:
+    """The template's own text of it is read as the same call."""
+    tokenizer = tokenizer_of(name)
+    calls = tokenizer.formats.calls
+    assert calls is not None
+    asked = ChatMessage(role="user", content="one")
+    past = PastCall("write", ARGUMENTS, "call_1")
+    result = ChatMessage(role="tool", content="two", call_id="call_1")
+    chat = [asked, ChatMessage(role="assistant", content="", calls=[past]), result]
+    answer, whole = (
+        plan(GenerationSpec(prompt=ChatPrompt(messages=messages)), tokenizer).prompts[0].text
+        for messages in (
+            [asked],
+            [*chat, ChatMessage(role="tool", content="two", call_id="call_1")],
+        )
+    )
+    assert whole.startswith(answer)
+    frame = tokenizer.formats.thoughts.frame(SPELLED, thinking=False)
+    stage = AnswerReader(frame, SPELLED, OfferedCalls(calls, Tools({"write": SCHEMA})))
+    parts = stage.feed(whole.removeprefix(answer).partition("two")[0])
+    assert [part.name for part in parts if isinstance(part, ToolOpened)] == ["write"]
+    arguments = "".join(part.text for part in parts if isinstance(part, ToolArguments))
+    assert json.loads(arguments) == ARGUMENTS
