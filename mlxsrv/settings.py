@@ -300,6 +300,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             "not say; then the thought is closed, and the answer follows.",
         ),
     ] = None
+    repetition_detection: Annotated[
+        bool,
+        Meta(
+            description="End an answer that repeats itself: 16 to 1024 tokens, four times in a "
+            "row. A request's repetition_detection says otherwise."
+        ),
+    ] = False
     tool_grammar: Annotated[
         bool,
         Meta(

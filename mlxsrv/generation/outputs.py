@@ -80,7 +80,8 @@ class Answer(msgspec.Struct, frozen=True):
     """One whole choice. `fragment` is what `Ended` has.
 
     None where it was not asked for: `scores`, `tokens` (the ids that were drawn), `prompt` (its
-    ids) and `prompt_scores`. `stop` is the stop string that ended the answer.
+    ids) and `prompt_scores`. `stop` is the stop string that ended the answer;
+    `repeated`: it ended because it repeated itself.
     """
 
     reason: FinishReason
@@ -93,6 +94,7 @@ class Answer(msgspec.Struct, frozen=True):
     prompt_scores: tuple[PromptScore, ...] | None = None
     stop: str | None = None
     fragment: str = ""
+    repeated: bool = False
 
 
 class Timings(msgspec.Struct, frozen=True):
@@ -208,6 +210,7 @@ class Ended(msgspec.Struct, frozen=True):
         fragment: all that the model wrote of the call that the answer ended in, from the opening
             marker on, if that call is broken, or was cut off before its name was complete. No
             TextPiece has it.
+        repeated: the choice ended because it repeated itself.
     """
 
     choice: int
@@ -216,6 +219,7 @@ class Ended(msgspec.Struct, frozen=True):
     stop: str | None = None
     broken: tuple[int, ...] = ()
     fragment: str = ""
+    repeated: bool = False
 
 
 Output = (
@@ -283,6 +287,7 @@ class _Draft:
             prompt=self.prompt,
             prompt_scores=self.prompt_scores,
             stop=self.ended.stop,
+            repeated=self.ended.repeated,
             fragment=self.ended.fragment,
         )
 

@@ -37,6 +37,15 @@ class Sampling(msgspec.Struct, frozen=True):
         )
 
 
+class RepetitionLimit(msgspec.Struct, frozen=True):
+    """The repetition at which an answer ends: its last tokens are `count` times the same sequence,
+    of at least `shortest` and at most `longest` tokens. No answer ends if `longest` is 0."""
+
+    longest: int
+    shortest: int = 1
+    count: int = 2
+
+
 class Bans(msgspec.Struct, frozen=True):
     """Tokens that a row may not draw, unless nothing else is left.
 

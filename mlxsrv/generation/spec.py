@@ -12,7 +12,7 @@ from typing import Any, Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from mlxsrv.generation.parameters import SteeringMode
+from mlxsrv.generation.parameters import RepetitionLimit, SteeringMode
 
 # The form of an answer. `param` is the path of the field that asks for it.
 
@@ -217,6 +217,7 @@ class GenerationSpec(Struct, frozen=True, kw_only=True):
         limit: how many tokens an answer may have, if the request says so.
         context: how many tokens prompt and answer may have together, if the request says so. The
             model's own context is the bound anyway.
+        repetition: the repetition at which an answer ends, if the request says so.
         truncate: how many of a prompt's last tokens are read; None: all; -1: as many as fit.
         choices: how many answers to each prompt.
         logprobs: how many tokens are scored beside each token of an answer; None: no scores.
@@ -248,6 +249,7 @@ class GenerationSpec(Struct, frozen=True, kw_only=True):
     allowed_token_ids: Sequence[int] = ()
     bad_words: Sequence[str] = ()
     truncate: int | None = None
+    repetition: RepetitionLimit | None = None
     choices: int = 1
     logprobs: int | None = None
     prompt_logprobs: int | None = None

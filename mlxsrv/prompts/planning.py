@@ -98,8 +98,8 @@ def _plan_chat(spec: GenerationSpec, asked: ChatPrompt, tokenizer: Tokenizer) ->
     forms = [tool.input_form for tool in asked.tools if tool.input_form is not None]
     if any(constraint is None or isinstance(form, GrammarForm) for form in forms):
         reason = (
-            "the model writes a call as JSON, inside which only a regex can bind the input, with "
-            "--tool-grammar or a tool_choice that requires a call"
+            "only a regex can bind the input of a call, with --tool-grammar, strict, or a "
+            "tool_choice that requires a call"
         )
         tokenizer.log_once("grammars of custom tools not enforced", reason=reason)
     return PromptPlan(

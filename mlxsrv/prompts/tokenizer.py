@@ -42,6 +42,7 @@ from mlxsrv.text.formats import formats_of
 from mlxsrv.text.marks import Marks
 from mlxsrv.text.pipeline import TextPipeline
 from mlxsrv.text.reader import AnswerReader, OfferedCalls
+from mlxsrv.text.repetition import RepetitionGuard
 from mlxsrv.text.stops import StopStrings
 
 _log = logging.getLogger("mlxsrv.models")
@@ -366,6 +367,7 @@ class Tokenizer:
         bound: bool = False,
         calls: OfferedCalls | None = None,
         min_tokens: int = 0,
+        guard: RepetitionGuard | None = None,
     ) -> TextPipeline:
         """Return the stages from token ids to text for one answer.
 
@@ -387,6 +389,7 @@ class Tokenizer:
             reader,
             StopStrings(stops) if stops else None,
             min_tokens=min_tokens,
+            guard=guard,
         )
 
     def content_pipeline(self, *, thinking: bool) -> TextPipeline:

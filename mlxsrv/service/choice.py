@@ -197,13 +197,15 @@ class Choice:
             stop=pipeline.stop,
             broken=tuple(pipeline.broken),
             fragment=pipeline.fragment,
+            repeated=pipeline.repeated,
         )
 
     @property
     def reason(self) -> FinishReason:
         """Why the choice ended, as its client sees it."""
         finish = self.finish or "stop"
-        return "tool_calls" if finish == "stop" and self.pipeline.calls else finish
+        called = self.pipeline.calls and not self.pipeline.repeated
+        return "tool_calls" if finish == "stop" and called else finish
 
     def _read_prompt(self) -> list[Output]:
         """The prompt's ids and scores, once they are known."""

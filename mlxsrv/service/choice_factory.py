@@ -11,15 +11,21 @@ from msgspec.structs import asdict, replace
 
 from mlxsrv.engine.orders import Job
 from mlxsrv.errors import ContextLengthExceeded
-from mlxsrv.generation.parameters import Grammar, Sampling, Steering
+from mlxsrv.generation.parameters import Grammar, RepetitionLimit, Sampling, Steering
 from mlxsrv.generation.spec import GenerationSpec
 from mlxsrv.prompts.planning import PromptPlan
 from mlxsrv.service.choice import Choice
 from mlxsrv.service.resources import Resources
 from mlxsrv.service.scores import Scores
+from mlxsrv.text.repetition import RepetitionGuard
 
 if TYPE_CHECKING:
     from mlxsrv.prompts.tokenizer import Prompt, Tokenizer
+
+
+# As llama.cpp's server has it by the same option: agents repeat blocks of lines, and tables repeat
+# shorter sequences of tokens with reason.
+_REPETITION = RepetitionLimit(longest=1024, shortest=16, count=4)
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,7 @@ class ChoiceFactory:
             prompt=prompt.text,
             bound=self.plan.bound,
             calls=self.plan.calls,
+            guard=self._make_guard(),
             min_tokens=spec.min_tokens,
         )
         return Choice(
@@ -65,6 +72,12 @@ class ChoiceFactory:
             returns_ids=spec.returns_ids,
             spelling=None if spec.prompt_logprobs is None else tokenizer.token_bytes_or_name,
         )
+
+    def _make_guard(self) -> RepetitionGuard | None:
+        limit = self.spec.repetition
+        if limit is None and self.resources.settings.repetition_detection:
+            limit = _REPETITION
+        return None if limit is None or limit.longest == 0 else RepetitionGuard(limit)
 
     def _make_scores(self) -> Scores:
         return Scores(

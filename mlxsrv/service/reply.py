@@ -445,7 +445,9 @@ class Reply:
         log(_log, level, "stream error", **fields, code=code, cause=cause, tokens=tokens)
 
     def _log_faults(self, choice: Choice) -> None:
-        """Log what was wrong with the tool calls of a choice, if anything was."""
+        """Log what was wrong with a choice and its tool calls, if anything was."""
+        if choice.pipeline.repeated:
+            log(_log, logging.INFO, "answer repeated itself", **self._log_fields())
         if faults := choice.pipeline.faults:
             cause = "; ".join(dict.fromkeys(faults))
             log(_log, logging.INFO, "tool call broken", **self._log_fields(), cause=cause)

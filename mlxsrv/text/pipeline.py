@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from mlxsrv.text.calls import CallFault
 from mlxsrv.text.frames import CONTENT
 from mlxsrv.text.reader import AnswerReader, OutputPart, ToolArguments, ToolOpened
+from mlxsrv.text.repetition import RepetitionGuard
 from mlxsrv.text.stage import Stage
 from mlxsrv.text.stops import StopStrings
 
@@ -22,17 +23,19 @@ class TextPipeline(Stage[Sequence[int], list[OutputPart]]):
     Args:
         reader: without one, all text is content.
         min_tokens: before so many ids no stop string ends the answer.
+        guard: ends the answer when it repeats itself.
 
     Attributes:
         tokens: ids consumed, including the one that completed a stop string.
         reasoning_tokens: those of them inside a thought, markers included.
         calls: tool calls given; calls after a stop string do not count.
-        stopped: a stop string was found, or the only call that may be made is over; nothing is
-            consumed or given any more.
+        stopped: a stop string was found, the only call that may be made is over, or the answer
+            repeats itself; nothing is consumed or given any more.
     """
 
     __slots__ = (
         "_detokenizer",
+        "_guard",
         "_min_tokens",
         "_reader",
         "_stops",
@@ -50,8 +53,10 @@ class TextPipeline(Stage[Sequence[int], list[OutputPart]]):
         stops: StopStrings | None = None,
         *,
         min_tokens: int = 0,
+        guard: RepetitionGuard | None = None,
     ) -> None:
         self._detokenizer = detokenizer
+        self._guard = guard
         self._reader = reader
         self._stops = stops
         self._min_tokens = min_tokens
@@ -65,6 +70,11 @@ class TextPipeline(Stage[Sequence[int], list[OutputPart]]):
     def stop(self) -> str | None:
         """The stop string that was found."""
         return self._stops.matched if self._stops is not None else None
+
+    @property
+    def repeated(self) -> bool:
+        """Whether the answer repeats itself."""
+        return self._guard is not None and self._guard.found
 
     @property
     def broken(self) -> Sequence[int]:
@@ -100,6 +110,11 @@ class TextPipeline(Stage[Sequence[int], list[OutputPart]]):
             self.tokens += 1
             text = self._detokenizer.feed(token_id)
             self._pass(_content(text) if self._reader is None else self._read(text), parts)
+            if self._guard is not None and not self.stopped:
+                self._guard.feed(token_id)
+                if self._guard.found:
+                    parts += self.flush(cut=True)
+                    self.stopped = True
         return parts if len(parts) < 2 else _merge(parts)
 
     def flush(self, *, cut: bool = False) -> list[OutputPart]:

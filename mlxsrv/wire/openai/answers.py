@@ -134,11 +134,15 @@ class AssistantMessage(Struct, frozen=True, kw_only=True):
     tool_calls: list[MessageToolCall] | UnsetType = UNSET
 
 
+StopCause = Literal["repetition_detected"]
+
+
 class ChatChoice(Struct, frozen=True, kw_only=True):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason
+    stop_reason: StopCause | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -179,6 +183,7 @@ class ChunkChoice(Struct, frozen=True, kw_only=True):
     delta: Delta
     logprobs: ChatLogprobs | None = None
     finish_reason: ChunkReason
+    stop_reason: StopCause | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -199,6 +204,7 @@ class TextChoice(Struct, frozen=True, kw_only=True):
     text: str
     logprobs: TextLogprobs | None = None
     finish_reason: ChunkReason
+    stop_reason: StopCause | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET

@@ -29,6 +29,7 @@ from mlxsrv.wire.openai.answers import (
     Delta,
     FunctionDelta,
     MessageToolCall,
+    StopCause,
     TextChoice,
     TextCompletion,
     TimingsBody,
@@ -155,7 +156,8 @@ class ChunkBuilder(OpenAIBuilder):
 
     def end(self, ended: Ended) -> bytes:
         del self._open[ended.choice]
-        last, usage = [self._choice(ended.choice, finish_reason=ended.reason)], ended.usage
+        reasons = {"finish_reason": ended.reason, "stop_reason": _stop_cause(ended.repeated)}
+        last, usage = [self._choice(ended.choice, **reasons)], ended.usage
         if usage is None:
             return frame(self._chunk(last))
         timings = TimingsBody.of(usage)
@@ -251,8 +253,14 @@ def _chat_choice(index: int, answer: Answer) -> ChatChoice:
         ),
         logprobs=None if answer.scores is None else chat_logprobs(answer.scores),
         finish_reason=answer.reason,
+        stop_reason=_stop_cause(answer.repeated),
         token_ids=UNSET if answer.tokens is None else [*answer.tokens],
     )
+
+
+def _stop_cause(repeated: bool) -> StopCause | UnsetType:
+    """Return what ended an answer besides its reason, by vLLM's name."""
+    return "repetition_detected" if repeated else UNSET
 
 
 class CompletionBuilder(ChunkBuilder):
@@ -284,6 +292,7 @@ class CompletionBuilder(ChunkBuilder):
             text=answer.reasoning + answer.content,
             logprobs=None if answer.scores is None else self._scores[index].write(answer.scores),
             finish_reason=answer.reason,
+            stop_reason=_stop_cause(answer.repeated),
             prompt_token_ids=UNSET if answer.prompt is None else [*answer.prompt],
             prompt_logprobs=UNSET if scores is None else prompt_logprobs(scores),
             token_ids=UNSET if answer.tokens is None else [*answer.tokens],

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar
 from msgspec import Meta, Struct
 
 from mlxsrv.errors import InvalidRequest
+from mlxsrv.generation.parameters import RepetitionLimit
 from mlxsrv.generation.spec import (
     ChoiceForm,
     Form,
@@ -70,6 +71,18 @@ FORM_FIELDS = (
 """The fields, beside a chat's `response_format`, that ask for a form."""
 
 
+class RepetitionFields(Struct, frozen=True):
+    """A repetition at which an answer ends, as vLLM has it; `max_pattern_size` 0: none."""
+
+    max_pattern_size: Annotated[int, Meta(ge=0, le=4096)]
+    min_pattern_size: Annotated[int, Meta(ge=0)] = 1
+    min_count: Annotated[int, Meta(ge=2, le=1000)] = 2
+
+    @property
+    def limit(self) -> RepetitionLimit:
+        return RepetitionLimit(self.max_pattern_size, self.min_pattern_size, self.min_count)
+
+
 class GenerationRequest(TextRequest, frozen=True, kw_only=True):
     """The fields of chats, text completions and infills. None: the default is used."""
 
@@ -107,6 +120,7 @@ class GenerationRequest(TextRequest, frozen=True, kw_only=True):
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=1000)] | None = None
     truncate_prompt_tokens: Count | None = None
+    repetition_detection: RepetitionFields | None = None
     bad_words: Annotated[list[BadWord], Meta(max_length=1000)] | None = None
     allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=2**20)] | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
@@ -199,6 +213,10 @@ class GenerationRequest(TextRequest, frozen=True, kw_only=True):
         return forms
 
     @property
+    def _repetition(self) -> RepetitionLimit | None:
+        return None if self.repetition_detection is None else self.repetition_detection.limit
+
+    @property
     def paths(self) -> Mapping[str, str]:
         """Where the request has fields that its dialect names otherwise, as in the spec."""
         return {}
@@ -235,6 +253,7 @@ class GenerationRequest(TextRequest, frozen=True, kw_only=True):
             allowed_token_ids=self.allowed_token_ids or (),
             bad_words=self.bad_words or (),
             truncate=self.truncate_prompt_tokens,
+            repetition=self._repetition,
             choices=self.choices,
             logprobs=self.likeliest,
             prompt_logprobs=self.prompt_logprobs,

@@ -378,7 +378,6 @@ def test_what_means_nothing_here_is_ignored_by_name() -> None:
     assert ignored == [
         "context_management",
         "messages[0].content[0].foo",
-        "thinking.budget_tokens",
         "thread",
         "tools[0].defer_loading",
     ]
