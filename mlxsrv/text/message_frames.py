@@ -126,8 +126,11 @@ class _MessageFrame(Frame):
     def place(self, text: str) -> Sequence[Piece]:
         if self._header is None:
             return self._channels.place(text)
-        self._header[-1] += text
-        return () if self._may_go_on(self._header) else self._end_header()
+        for place, character in enumerate(text, 1):  # what is no header does not hang on the split
+            self._header[-1] += character
+            if not self._may_go_on(self._header):
+                return [*self._end_header(), *self._channels.place(text[place:])]
+        return ()
 
     def cross(self, marker: str) -> Sequence[Piece]:
         self.header = None
@@ -157,7 +160,9 @@ class _MessageFrame(Frame):
         if len(header) > 1:
             return sum(map(len, header)) <= _LONGEST
         [text] = header
-        return _may_be_header(_ANY_ROLE.sub("", text, count=1) if self._marked else text)
+        if _may_be_header(text):
+            return True
+        return self._marked and _may_be_header(_ANY_ROLE.sub("", text, count=1))
 
     def _begin_header(self, *, marked: bool) -> None:
         self._header = [""]

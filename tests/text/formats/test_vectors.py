@@ -1,5 +1,6 @@
 """Answers in every format are read right, however they arrive, and wherever they end."""
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from tests.text.formats.hearing import (
     all_marks,
     by_format,
     hear,
+    names,
     places,
     reader,
     shown,
@@ -89,3 +91,34 @@ def test_only_one_call_may_be_made(format: str) -> None:
                 heard.add(stage.flush())
                 assert stage.done
                 assert heard.calls == whole.calls[:1], vector.id
+
+
+@st.composite
+def near(draw: st.DrawFn) -> Vector:
+    """A vector with some of its text missing, doubled, or replaced by other signs."""
+    vector: Vector = draw(st.sampled_from(vectors()))
+    signs = [*names(vector.calls, vector.thoughts), *"\n {}[]()<>\"'=:,/x5", "call:now", "now"]
+    text = vector.text
+    for _ in range(draw(st.integers(1, 3))):
+        start = draw(st.integers(0, len(text)))
+        end = min(len(text), start + draw(st.integers(0, 12)))
+        middle = draw(st.sampled_from(["", text[start:end] * 2, *signs]))
+        text = text[:start] + middle + text[end:]
+    return msgspec.structs.replace(vector, text=text)
+
+
+@pytest.mark.slow
+@given(near(), st.data())
+@settings(max_examples=examples(1200, 120))
+def test_near_answers_are_heard_alike_however_they_arrive(
+    vector: Vector, data: st.DataObject
+) -> None:
+    for marks in all_marks(vector):
+        text = shown(vector, marks)
+        whole = hear(vector, [text], marks)
+        assert hear(vector, [*cut(data, text)], marks) == whole
+        assert hear(vector, text, marks) == whole
+        place = data.draw(st.integers(0, len(text)))
+        so_far = Heard().add(reader(vector, marks).feed(text[:place]))
+        assert so_far.begins(hear(vector, [text], marks, cut=True))
+        assert so_far.begins(whole)
