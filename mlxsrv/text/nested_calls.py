@@ -253,13 +253,17 @@ class _NestedReader(CallReader):
             self._take(len(self._sign))
             return self._sign_read()
         held = _may_begin(self._sign, self._text)
-        self._put(self._spell(self._take(len(self._text) - held)))
+        text = self._take(len(self._text) - held)
+        self._put(text if text.isascii() else self._spell(text))
         return False
 
     def _put(self, text: str) -> None:
         """Add text to the value that is open. Between values there is none but whitespace."""
         if text and len(self._path) > 1:
             element = self._path[-1]
+            if not self._tail and "<" not in text:
+                self._add(element, text)
+                return
             text = self._tail + text
             held = _may_begin(element.end, text)
             self._add(element, text[: len(text) - held])

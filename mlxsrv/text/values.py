@@ -34,6 +34,9 @@ _ESCAPES = "\n\\'\"abfnrtv01234567xNuU"
 _NAMES = {"true": True, "false": False, "null": None}  # JSON's in a literal of Python's
 
 
+_quote = json.JSONEncoder(ensure_ascii=False).encode
+
+
 def escape(text: str) -> str:
     """Return what stands for a text in a JSON string. Escapes of parts may be joined."""
     return _ENCODE(text)[1:-1]
@@ -66,10 +69,10 @@ class Argument:
     def json(self, text: str) -> str:
         """Return the JSON of a whole value from its text as the model wrote it."""
         if self.kind == "text":
-            return json.dumps(text, ensure_ascii=False)
+            return _quote(text)
         body = text.strip()
         found = self._read_among_strings(body) if self.kind == "mixed" else _read(body)
-        return json.dumps(text, ensure_ascii=False) if found is None else found
+        return _quote(text) if found is None else found
 
     def member(self, key: str) -> Argument:
         """Return the type of a member of the object that the value is."""
