@@ -74,7 +74,7 @@ class HeadedMessages(FrameFormat):
     def frame(self, marks: Marks, *, thinking: bool, prompt: str = "") -> Frame:
         start, text = map(marks.show, self.marks[:2])
         ends, parts = map(marks.show, self._ends), map(marks.show, self._parts)
-        frame = _MessageFrame(start, text, tuple(ends), tuple(parts))
+        frame = _MessageFrame(start, text, tuple(ends), tuple(parts), Scanner(self.marks))
         begun = self._thought if thinking and not prompt else self._find_message(prompt)
         frame.go_on(marks.show(begun))
         return frame
@@ -98,10 +98,25 @@ class _MessageFrame(Frame):
     A message to a tool that models know without being told is a thought, unless a tool of the
     request has this very name. So is one in another role than the model's: a result that it has
     made up.
+
+    Args:
+        start: the marker that opens a message.
+        text: the marker behind a header.
+        ends: markers that end a message.
+        parts: markers inside a header.
+        spelled: finds the beginning of a marker that was not written to its end.
     """
 
-    def __init__(self, start: str, text: str, ends: Sequence[str], parts: Sequence[str]) -> None:
+    def __init__(
+        self,
+        start: str,
+        text: str,
+        ends: Sequence[str],
+        parts: Sequence[str],
+        spelled: Scanner,
+    ) -> None:
         self.markers = (start, text, *ends, *parts)
+        self._spelled = spelled
         self._start = start
         self._text = text
         self._ends = ends
@@ -159,7 +174,7 @@ class _MessageFrame(Frame):
         """Whether the text that waits may be part of a header so far."""
         if len(header) > 1:
             return sum(map(len, header)) <= _LONGEST
-        [text] = header
+        text = header[0][: len(header[0]) - self._spelled.held(header[0])]
         if _may_be_header(text):
             return True
         return self._marked and _may_be_header(_ANY_ROLE.sub("", text, count=1))
@@ -211,7 +226,7 @@ def _skip_header(text: str, *, typed: bool) -> str:
     Args:
         typed: one word may be the type of the text that follows.
     """
-    rest = text.strip().removeprefix(_ROLE).lstrip()
+    rest = text.lstrip().removeprefix(_ROLE).lstrip()
     while rest and (word := rest.split(maxsplit=1)[0]):
         if word not in _WORDS and not word.startswith(_TO):
             break
