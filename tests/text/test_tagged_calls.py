@@ -318,7 +318,7 @@ def test_a_header_begins_a_call() -> None:
 
 
 KEYS = st.from_regex(r"[A-Za-z_][A-Za-z0-9_.-]{0,8}", fullmatch=True)
-MARKUP = ["\n", "\n\n", "</", "<b>", " 007", "null", "{", "]]>", "</parameter> ", "é\n<parameter="]
+MARKUP = ["\n", "\n\n", "</", "<b>", " 007", "null", "{", "]]>", "</parameter> z", "é\n<parameter="]
 TEXTS = st.text(st.characters(exclude_categories=["Cs", "Cn"]), max_size=12) | st.sampled_from(
     MARKUP
 )
