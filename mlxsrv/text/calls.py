@@ -175,6 +175,7 @@ class CallFormat(ABC):
         marks: markers, spelled, that are one token where the vocabulary has them.
         openers: texts, spelled, behind each of which a reader begins. They are looked for in
             content, and in thoughts where they are a token or begin a line.
+        bare: those of the openers that other text has too. What is no call behind them is no fault.
         dropped: markers, spelled, that vanish outside a block, such as an end marker alone.
         leading: a reader is also tried from the first character of the content on that is no
             whitespace, with the opener "".
@@ -183,6 +184,7 @@ class CallFormat(ABC):
     name: str
     marks: Sequence[str] = ()
     openers: Sequence[str] = ()
+    bare: Sequence[str] = ()
     dropped: Sequence[str] = ()
     leading: bool = False
 

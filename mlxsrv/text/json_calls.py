@@ -123,7 +123,8 @@ class JsonCalls(CallFormat):
         self.dropped = tuple(ends)
         self.leading = "" in bare
         self._layout = layout
-        self._bare = bare
+        self.bare = tuple(final)
+        self._known = bare
         self._final = final
         self._other = other
         self._sign = sign
@@ -142,7 +143,7 @@ class JsonCalls(CallFormat):
             marks,
             tools,
             single=not layout.keys,
-            bare=opener in self._bare,
+            bare=opener in self._known,
             begun=begun,
         )
 
@@ -209,7 +210,7 @@ LLAMA_JSON = JsonCalls(
     "llama_json",
     JsonLayout("", between="; ", keys=("name", "parameters")),
     bare=("", "<|python_tag|>"),
-    final=_FINAL,
+    final=(*_FINAL, ' {"name"', ' {"type": "function"'),
 )
 MISTRAL_LIST = JsonCalls(
     "mistral_list",

@@ -190,7 +190,7 @@ class AnswerReader(Stage[str, list[OutputPart]]):
 
     def flush(self, *, cut: bool = False) -> list[OutputPart]:
         """Return what waited. If the answer was cut off, two or more characters of a marker are
-        taken for the marker."""
+        taken for the marker, unless other text has it too."""
         parts: list[OutputPart] = []
         while self._reader is not None and not self.done:
             self._read(self._end_block(self._reader, cut, parts), parts)
@@ -199,7 +199,9 @@ class AnswerReader(Stage[str, list[OutputPart]]):
         held, self._held = self._held, ""
         if self.done:
             return parts
-        if held and not ending and not (cut and len(held) > 1):
+        bare = self._offered.format.bare if self._offered is not None else ()
+        torn = cut and len(held) > 1 and not any(each.startswith(held) for each in bare)
+        if held and not ending and not torn:
             self._place(held, parts)
         for piece in self._frame.flush():
             self._put(piece, parts)
@@ -257,7 +259,7 @@ class AnswerReader(Stage[str, list[OutputPart]]):
         failed = self._take_all(taken, parts)
         if failed or self._trial is not None:
             return self._refuse(reader, parts)
-        unopened = reader.refused and cut and bool(self._opener.strip())
+        unopened = reader.refused and cut and self._is_marked
         unfinished = bool(taken) and taken[-1] in _UNFINISHED
         if unopened or unfinished:
             if unopened:
@@ -355,6 +357,13 @@ class AnswerReader(Stage[str, list[OutputPart]]):
 
     # Blocks of calls.
 
+    @property
+    def _is_marked(self) -> bool:
+        """Whether a marker opened the block, and not what other text has too."""
+        assert self._offered is not None
+        spelled = self._marks.spell(self._opener)
+        return bool(spelled.strip()) and spelled not in self._offered.format.bare
+
     def _begin_block(self, marker: str, opener: str) -> None:
         assert self._offered is not None
         self._opener = marker
@@ -376,7 +385,7 @@ class AnswerReader(Stage[str, list[OutputPart]]):
         """Leave a block that has no call in it, or no more; return text that is read again."""
         text = reader.unread if self._trial is None else "".join(self._tried)
         opener = self._opener if self._trial is not None or reader.closed == 0 else ""
-        if opener.strip() and self._trial is None:
+        if opener and self._is_marked and self._trial is None:
             self.faults.append("no call could be read, so it is content")
         self._reader = self._trial = None
         self._after = self._after or reader.closed > 0

@@ -51,11 +51,11 @@ class TaggedCalls(CallFormat):
         self.openers = (*openers, *bare)
         self.dropped = (*(end for end in layout.ends if " " not in end), *dropped)
         self._layout = layout
-        self._bare = frozenset(bare)
+        self.bare = tuple(bare)
         self._header = header
 
     def reader(self, opener: str, tools: Tools, marks: Marks) -> CallReader:
-        bare = opener in self._bare
+        bare = opener in self.bare
         begun = opener if bare else ""
         if opener not in self.openers:
             begun = self._header.format(opener)

@@ -29,7 +29,8 @@ from mlxsrv.text.json_calls import (
 )
 from mlxsrv.text.lark import Lark
 from mlxsrv.text.marks import SPELLED
-from tests.support.reading import read, read_each_way, schemas, tokens
+from tests.support.answers import merge
+from tests.support.reading import read, read_each_way, reader, schemas, tokens
 
 FORMATS = [*JSON_FORMATS, *HEADED_FORMATS]
 FRAMED = [HARMONY]
@@ -186,6 +187,8 @@ def test_a_grammar_holds_what_the_model_writes(format: CallFormat) -> None:
             'So:\n{"name": "f", "parameters": {}}\nis it.',
             ['So:\n{"name": "f", "parameters": {}}\nis it.'],
         ),
+        (LLAMA_JSON, 'Sure! {"name": "f", "parameters": {}}', ["Sure!", HEARD_F]),
+        (LLAMA_JSON, 'As {"name": "f"}.', ['As {"name": "f"}.']),
         (PROMPTED, '```json\n{"name": "f", "arguments": {}}\n```', [HEARD_F]),
         (PROMPTED, 'A:\n```json\n{"name": "f", "arguments": {}}\n```\n', ["A:", HEARD_F]),
         (PROMPTED, 'A:\n```json\n{"a": 5}\n``` b', ['A:\n```json\n{"a": 5}\n``` b']),
@@ -234,6 +237,15 @@ def test_what_models_write_in_place_of_their_format(
     assert read_each_way(format, text, TOOLS) == heard
 
 
+def test_text_without_a_marker_is_no_fault() -> None:
+    """Not even if a limit cuts it off."""
+    for text in ('So:\n```json\n{"a": 5}\n```', 'So:\n```json\n{"na', 'So:\n{"name": "h"}'):
+        for cut in (False, True):
+            stage = reader(PROMPTED, TOOLS, SPELLED)
+            assert merge(stage.feed(text) + stage.flush(cut=cut)) == [text]
+            assert (stage.faults, stage.fragment) == ([], "")
+
+
 CITY = {"type": "object", "properties": {"city": {}, "days": {}}, "required": ["city"]}
 OFFERED = Tools({"weather": CITY, "exec5": {"properties": {"code": {}}}, "now": {}})
 
@@ -276,12 +288,12 @@ def test_calls_behind_a_header_of_harmony(
     for marks in (SPELLED, tokens(HARMONY)):
         shown = marks.show(text)
         for feeds in ([shown], shown):
-            reader = HARMONY.reader(header, TOOLS, marks)
-            taken = [part for piece in feeds for part in reader.feed(piece)]
-            taken += [] if reader.over else reader.end(cut=False)
+            calls = HARMONY.reader(header, TOOLS, marks)
+            taken = [part for piece in feeds for part in calls.feed(piece)]
+            taken += [] if calls.over else calls.end(cut=False)
             assert told(taken) == parts
-            assert reader.over
-            assert marks.spell(reader.rest) == rest
+            assert calls.over
+            assert marks.spell(calls.rest) == rest
 
 
 def told(parts: list[CallPart]) -> list[str | None]:
