@@ -291,7 +291,8 @@ def _rules(calls: ToolGrammar, lark: Lark) -> CallRules:
 
 
 def _thoughts(name: str, lark: Lark) -> str:
-    """Return the body of the thoughts that a model may open itself, before anything else."""
+    """Return the body of the thought that a model may open itself, before anything else: one, or it
+    may never come to the answer."""
     start, end = THOUGHTS[name].thought if name else ("", "")
     return rf"({lark.text(start)} {lark.until(end)} /\n{{0,2}}/)*" if start else ""
 

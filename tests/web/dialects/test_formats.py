@@ -52,7 +52,7 @@ NO_TOOLS = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
 TOLD = """messages[0].role == 'system' and '"name": "now"' in messages[0].content"""
 """The template that knows no tools; its model calls them if the system message tells of them."""
 
-NO_TEXT = {"llama_json", "mistral_list", "xlam"}
+NO_TEXT = {"llama4_pythonic", "llama_json", "mistral_list", "pythonic", "xlam"}
 """Formats in which an answer is text or calls."""
 
 ONE = {"harmony", "llama_json", "granite", "gigachat"}
