@@ -294,7 +294,7 @@ def _thoughts(name: str, lark: Lark) -> str:
     """Return the body of the thought that a model may open itself, before anything else: one, or it
     may never come to the answer."""
     start, end = THOUGHTS[name].thought if name else ("", "")
-    return rf"({lark.text(start)} {lark.until(end)} /\n{{0,2}}/)*" if start else ""
+    return rf"({lark.text(start)} {lark.until(end)} /\n{{0,2}}/)?" if start else ""
 
 
 def _answer(body: str, thoughts: str, lark: Lark) -> str:
