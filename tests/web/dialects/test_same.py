@@ -167,7 +167,7 @@ def test_the_cases_are_what_they_seem(client: TestClient) -> None:
             ("get_weather", {"city": "Paris"})
         ]
     assert those(lambda each: each.thoughts) == {
-        *("thoughts", "call", "result", "two results", "limit in thoughts")
+        *("thoughts", "call", "any call", "result", "two results", "limit in thoughts")
     }
     assert msgspec.json.decode(said["form"].text).keys() == {"city", "warm"}
     assert said["odd text"].text == ODD
