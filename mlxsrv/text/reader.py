@@ -8,8 +8,8 @@ alternates between the two, and has the rules that hold in every format:
 - Before anything of a call is sent, its reader decides. If it finds no call, the text is what it
   would be without: content or thoughts, with the markers and the whitespace before them.
 - Once the name was sent it is a call, with the arguments as the model wrote them. A client must
-  expect arguments that are not JSON, as it must with OpenAI. They are not repaired: a command or a
-  path that was cut and then closed looks right and does something else.
+  expect arguments that are not JSON, as it must with OpenAI. What was cut is not completed: a
+  command or a path that was cut and then closed looks right and does something else.
 - If a limit cuts a call off, the part that was written is sent: the name once it is certain, and
   the arguments so far. If the name is not certain, nothing is sent.
 - A call in a thought ends the thought, if it is whole and calls a tool of the request. Until then
