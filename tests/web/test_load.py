@@ -94,7 +94,8 @@ def check_order(folders: Folders, folder: Path, crowd: int) -> None:
         came = sorted(ended, key=arrival)
         begun = [line["request"] for line in server.log("stream start")]
         moved = [abs(rank - begun.index(line["request"])) for rank, line in enumerate(came)]
-        assert max(moved) <= 2 * ROWS, "nobody waits for more than came before, and two batches"
+        # They come at the same time, and 16 threads make their prompts: the order is a rough one.
+        assert max(moved) < crowd / 2, "nobody is passed by half of those who came after"
         wait_for(lambda: idle(client), why="nothing is left")
 
 
