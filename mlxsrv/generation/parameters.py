@@ -9,6 +9,22 @@ import msgspec
 import numpy as np
 
 
+class DryPenalty(msgspec.Struct, frozen=True):
+    """A penalty of `multiplier * base ** (length - allowed_length)` for the token that would go on
+    with a repetition of at least `allowed_length` tokens.
+
+    Attributes:
+        last_n: only so many of the last tokens count; -1: all.
+        breakers: tokens at which a repetition ends.
+    """
+
+    multiplier: float
+    base: float = 1.75
+    allowed_length: int = 2
+    last_n: int = -1
+    breakers: tuple[int, ...] = ()
+
+
 class Sampling(msgspec.Struct, frozen=True):
     """Settings by which one row's next token is drawn from its logits. `temperature` 0 is greedy.
 
@@ -25,6 +41,7 @@ class Sampling(msgspec.Struct, frozen=True):
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    dry: DryPenalty | None = None
 
     @property
     def changes_logits(self) -> bool:
@@ -34,6 +51,7 @@ class Sampling(msgspec.Struct, frozen=True):
             or self.repetition_penalty != 1
             or self.frequency_penalty
             or self.presence_penalty
+            or self.dry is not None
         )
 
 

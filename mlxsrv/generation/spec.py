@@ -178,6 +178,17 @@ PromptSpec = ChatPrompt | TextPrompts | InfillPrompt
 # The whole.
 
 
+class DryWishes(Struct, frozen=True, kw_only=True):
+    """A penalty for repetitions: a DryPenalty, whose breakers are the tokens that have one of these
+    strings in them."""
+
+    multiplier: float
+    base: float = 1.75
+    allowed_length: int = 2
+    last_n: int = -1
+    breakers: tuple[str, ...] = ("\n", ":", '"', "*")
+
+
 class SamplingWishes(Struct, frozen=True, kw_only=True):
     """The settings by which tokens are drawn. None: the model's own default is used."""
 
@@ -189,6 +200,7 @@ class SamplingWishes(Struct, frozen=True, kw_only=True):
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: Mapping[int, float] = {}
+    dry: DryWishes | None = None
     seed: int | None = None
 
 

@@ -10,7 +10,7 @@ import msgspec
 
 from mlxsrv.errors import InvalidRequest, UnsupportedParameter
 from mlxsrv.formats.infill import InfillFamily, InfillText, find_family, lay_out, to_tokens
-from mlxsrv.generation.parameters import Bans
+from mlxsrv.generation.parameters import Bans, DryPenalty
 from mlxsrv.generation.spec import (
     ChatPrompt,
     GenerationSpec,
@@ -43,8 +43,9 @@ class PromptPlan(msgspec.Struct, frozen=True):
         calls: those that the answers may make.
         constraint: the grammar that the answers must follow.
         bans: tokens that the answers may not have.
+        dry: the penalty for repetitions in the answers.
         thinking_budget: tokens that thoughts may take, if the request says so.
-        ignored: paths of fields that the model's template does not take.
+        ignored: paths of what the model cannot take: fields of its template, strings of no token.
     """
 
     prompts: list[Prompt]
@@ -52,6 +53,7 @@ class PromptPlan(msgspec.Struct, frozen=True):
     calls: OfferedCalls | None = None
     constraint: ConstraintSpec | None = None
     bans: Bans | None = None
+    dry: DryPenalty | None = None
     thinking_budget: int | None = None
     ignored: Sequence[str] = ()
 
@@ -77,11 +79,14 @@ def plan(spec: GenerationSpec, tokenizer: Tokenizer) -> PromptPlan:
             return _plan_chat(spec, asked, tokenizer)
         asked = TextPrompts(prompts=[asked.plain], places=[spec.path("messages")])
     prompts, paths = _make_prompts(spec, asked, tokenizer)
+    dry, unknown = _dry(spec, tokenizer)
     return PromptPlan(
         prompts,
         paths,
         constraint=_prepared(text_constraint(spec), tokenizer),
         bans=_bans(spec, tokenizer),
+        dry=dry,
+        ignored=unknown,
     )
 
 
@@ -102,14 +107,16 @@ def _plan_chat(spec: GenerationSpec, asked: ChatPrompt, tokenizer: Tokenizer) ->
             "tool_choice that requires a call"
         )
         tokenizer.log_once("grammars of custom tools not enforced", reason=reason)
+    dry, unknown = _dry(spec, tokenizer)
     return PromptPlan(
         [prompt],
         [chat.path],
         calls=calls,
         constraint=constraint,
         bans=_bans(spec, tokenizer),
+        dry=dry,
         thinking_budget=asked.thinking_budget,
-        ignored=ignored,
+        ignored=[*ignored, *unknown],
     )
 
 
@@ -412,3 +419,20 @@ def _bans(spec: GenerationSpec, tokenizer: Tokenizer) -> Bans | None:
         words=tuple(ids for word in spec.bad_words for ids in tokenizer.word_ids(word)),
     )
     return None if bans == Bans() else bans
+
+
+def _dry(spec: GenerationSpec, tokenizer: Tokenizer) -> tuple[DryPenalty | None, list[str]]:
+    """Return the penalty for repetitions, and the paths of breakers that are in no token."""
+    wished = spec.sampling.dry
+    if wished is None:
+        return None, []
+    found = [tokenizer.tokens_with(text) if text else () for text in wished.breakers]
+    dry = DryPenalty(
+        wished.multiplier,
+        wished.base,
+        wished.allowed_length,
+        wished.last_n,
+        breakers=tuple(sorted({token for tokens in found for token in tokens})),
+    )
+    path = spec.path("dry_sequence_breakers")
+    return dry, [f"{path}[{i}]" for i, tokens in enumerate(found) if not tokens]

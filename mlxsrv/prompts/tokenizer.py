@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,8 @@ from mlxsrv.text.pipeline import TextPipeline
 from mlxsrv.text.reader import AnswerReader, OfferedCalls
 from mlxsrv.text.repetition import RepetitionGuard
 from mlxsrv.text.stops import StopStrings
+
+_CACHED = 16  # strings, and the tokens that have them
 
 _log = logging.getLogger("mlxsrv.models")
 
@@ -92,6 +94,7 @@ class Tokenizer:
         marks_checkpoints: prompts tell their `checkpoints`. The pool turns it off for models whose
             KV caches can be cut back, which is known once they are loaded.
         leaves_calls: the operator wants calls as the model writes them, in the content.
+        tokens_with: finds the tokens that have a string in their text, or else in their name.
         enforces_calls: each call that the model makes is held to its tool's schema; set by the
             pool.
 
@@ -156,6 +159,7 @@ class Tokenizer:
         self.context: int | None = None
         self.enforces_calls = False
         self._logged: set[str] = set()
+        self.tokens_with = lru_cache(maxsize=_CACHED)(self._find_tokens)
         self.grammars = GrammarCompiler(
             self._wrapper._tokenizer, vocabulary=self.vocabulary, end_tokens=self.turn_ends
         )
@@ -356,6 +360,11 @@ class Tokenizer:
     def token_bytes_or_name(self, token: int) -> bytes:
         """Return what a token writes, or its name if it writes nothing."""
         return self.token_bytes(token) or self.decode([token]).encode()
+
+    def _find_tokens(self, text: str) -> tuple[int, ...]:
+        part = text.encode()
+        texts = map(self.token_bytes_or_name, range(self.vocabulary))
+        return tuple(token for token, written in enumerate(texts) if part in written)
 
     def pipeline(
         self,

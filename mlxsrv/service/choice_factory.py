@@ -11,7 +11,13 @@ from msgspec.structs import asdict, replace
 
 from mlxsrv.engine.orders import Job
 from mlxsrv.errors import ContextLengthExceeded
-from mlxsrv.generation.parameters import Grammar, RepetitionLimit, Sampling, Steering
+from mlxsrv.generation.parameters import (
+    DryPenalty,
+    Grammar,
+    RepetitionLimit,
+    Sampling,
+    Steering,
+)
 from mlxsrv.generation.spec import GenerationSpec
 from mlxsrv.prompts.planning import PromptPlan
 from mlxsrv.service.choice import Choice
@@ -106,7 +112,7 @@ class ChoiceFactory:
             logprobs=spec.logprobs,
             scores=self._scores_of_prompt,
             ranks=spec.prompt_logprobs is not None,
-            sampling=_sampling(spec, self.tokenizer, answer),
+            sampling=_sampling(spec, self.tokenizer, answer, self.plan.dry),
             steering=self.steering,
             bans=self.plan.bans,
             grammar=grammar,
@@ -151,11 +157,14 @@ class ChoiceFactory:
         return min(left, limit)
 
 
-def _sampling(spec: GenerationSpec, tokenizer: Tokenizer, answer: int) -> Sampling:
+def _sampling(
+    spec: GenerationSpec, tokenizer: Tokenizer, answer: int, dry: DryPenalty | None
+) -> Sampling:
     """The request's parameters, else the model's own of the same names, else none.
 
     Args:
         answer: which of the answers to the prompt the job makes; each has a seed of its own.
+        dry: the penalty for repetitions that the request asks for.
     """
     own, wishes = asdict(tokenizer.defaults), asdict(spec.sampling)
     given = {
@@ -165,6 +174,7 @@ def _sampling(spec: GenerationSpec, tokenizer: Tokenizer, answer: int) -> Sampli
     given["seed"] = random.getrandbits(63) if seed is None else seed + answer
     given["top_k"] = max(given.get("top_k", 0), 0)
     given["logit_bias"] = tuple(sorted(spec.sampling.logit_bias.items()))
+    given["dry"] = dry
     return Sampling(**given)
 
 

@@ -51,6 +51,7 @@ from mlxsrv.engine.plans import RowGroup
 from mlxsrv.engine.ranks.rank_group import RankGroup
 from mlxsrv.engine.sampling.bans import Banning
 from mlxsrv.engine.sampling.blocks import Blocks
+from mlxsrv.engine.sampling.dry import Dry
 from mlxsrv.engine.sampling.processors import LogprobReader, Masks, Penalties, Proof, StepLogprobs
 from mlxsrv.engine.sampling.sampler import Sampler
 from mlxsrv.engine.steering.plan import PassActivations
@@ -83,6 +84,7 @@ class Step:
         self._sampler = Sampler(settings, drawn)
         penalised = any(map(Penalties.wanted, settings))
         self._penalties = Penalties(rows, vocabulary) if penalised else None
+        self._dry = Dry(rows, vocabulary) if any(map(Dry.wanted, rows)) else None
         scored = any(row.job.logprobs is not None for row in rows)
         self._likelihoods = LogprobReader(rows) if scored else None
         constraints = [row.constraint for row in rows]
@@ -105,6 +107,8 @@ class Step:
         """
         if self._penalties is not None:
             logits = self._penalties(logits, inputs)
+        if self._dry is not None:
+            logits = self._dry(logits, inputs)
         allowed = logits if self.masks is None else self.masks(logits)
         if self._banning is not None:
             allowed = self._banning(allowed, inputs)

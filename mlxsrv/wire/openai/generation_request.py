@@ -15,6 +15,7 @@ from mlxsrv.errors import InvalidRequest
 from mlxsrv.generation.parameters import RepetitionLimit
 from mlxsrv.generation.spec import (
     ChoiceForm,
+    DryWishes,
     Form,
     GenerationSpec,
     GrammarForm,
@@ -106,6 +107,11 @@ class GenerationRequest(TextRequest, frozen=True, kw_only=True):
     presence_penalty: Penalty | None = None
     repetition_penalty: Repetition | None = None
     repeat_penalty: Repetition | None = None
+    dry_multiplier: Annotated[float, Meta(ge=0, le=100)] | None = None
+    dry_base: Annotated[float, Meta(ge=1, le=100)] | None = None
+    dry_allowed_length: Int32 | None = None
+    dry_penalty_last_n: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    dry_sequence_breakers: Annotated[list[StopString], Meta(max_length=16)] | None = None
     logit_bias: (
         Annotated[dict[TokenId, Bias], Meta(max_length=4096)]
         | Annotated[list[tuple[TokenId, Bias | bool]], Meta(max_length=4096)]
@@ -217,6 +223,20 @@ class GenerationRequest(TextRequest, frozen=True, kw_only=True):
         return None if self.repetition_detection is None else self.repetition_detection.limit
 
     @property
+    def _dry(self) -> DryWishes | None:
+        if not self.dry_multiplier or self.dry_penalty_last_n == 0:
+            return None
+        breakers = self.dry_sequence_breakers
+        fields = {
+            "base": self.dry_base,
+            "allowed_length": self.dry_allowed_length,
+            "last_n": self.dry_penalty_last_n,
+            "breakers": None if breakers is None else tuple(breakers),
+        }
+        given: dict[str, Any] = {k: value for k, value in fields.items() if value is not None}
+        return DryWishes(multiplier=self.dry_multiplier, **given)
+
+    @property
     def paths(self) -> Mapping[str, str]:
         """Where the request has fields that its dialect names otherwise, as in the spec."""
         return {}
@@ -241,6 +261,7 @@ class GenerationRequest(TextRequest, frozen=True, kw_only=True):
                 self,
                 repetition_penalty=self.repetition,
                 logit_bias=self.biases,
+                dry=self._dry,
                 seed=self.first_seed,
             ),
             steering=self.steering_wishes,
