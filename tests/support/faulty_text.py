@@ -19,7 +19,7 @@ from mlxsrv.engine.events import (
 )
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.scheduling.pace import Pace
-from mlxsrv.generation.parameters import Constraint, Mask, Sampling
+from mlxsrv.generation.parameters import Constraint, DryPenalty, Mask, Sampling
 from tests.support.text_engine import TextEngine
 
 GREEDY = Sampling(temperature=0)
@@ -107,9 +107,10 @@ def mixed() -> Asked:
     """Rows of all kinds, of several lengths, two with one prompt."""
     seeded = Sampling(temperature=1, top_p=0.9, seed=5)
     penal = Sampling(temperature=0.8, seed=2, frequency_penalty=1, repetition_penalty=1.3)
+    dry = Sampling(temperature=0.8, seed=3, dry=DryPenalty(20.0, allowed_length=1, breakers=(9,)))
     return [
         (job(0, prompt(0), 14), None),
-        (job(1, prompt(1, 5), 12, sampling=seeded), None),
+        (job(1, prompt(1, 5) * 2, 12, sampling=dry), None),
         (job(2, prompt(2, 40), 16, sampling=penal), None),
         (job(3, prompt(3), 12, logprobs=2), None),
         (job(4, prompt(4), 13, sampling=seeded), Odd()),

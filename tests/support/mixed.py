@@ -117,6 +117,7 @@ def _draw_sampling(dice: random.Random) -> Body:
             {"frequency_penalty": 0.9},
             {"presence_penalty": 0.7},
             {"repetition_penalty": 1.3},
+            {"dry_multiplier": 2, "dry_allowed_length": 1},
             {"logit_bias": {"100": 3, "101": -100}},
             {"stop": ["e", "fox"]},
         ]

@@ -63,6 +63,11 @@ WRONG: Table = {
     "presence_penalty": ["0", -2.1, 2.1, []],
     "repetition_penalty": ["1", 0, -1, 11, True],
     "repeat_penalty": ["1", 0, True],
+    "dry_multiplier": ["1", -1, True],
+    "dry_base": ["2", 0.5],
+    "dry_allowed_length": [-1, 1.5],
+    "dry_penalty_last_n": [-2, "64"],
+    "dry_sequence_breakers": ["\n", [5]],
     "n_predict": ["8", 0, -2, 1.5],
     "truncate_prompt_tokens": ["8", 0, -2, 1.5],
     "min_tokens": ["8", -1, 1.5, 10**6],
@@ -279,6 +284,11 @@ NEUTRAL: Table = {
     "presence_penalty": [None, 0],
     "repetition_penalty": [None, 1, 1.0],
     "repeat_penalty": [None, 1],
+    "dry_multiplier": [None, 0],
+    "dry_base": [None, 1.5],
+    "dry_allowed_length": [None, 1],
+    "dry_penalty_last_n": [None, 64],
+    "dry_sequence_breakers": [None, [], ["\n"]],
     "logit_bias": [None, {}],
 }
 NEUTRAL_CHAT: Table = {

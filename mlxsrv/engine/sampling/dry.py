@@ -31,7 +31,7 @@ _LOG_OF_MOST = 88.7228391  # of the highest power, in llama.cpp
 _MOST = 1e30  # logits stay finite: a constraint may leave no other token
 _NO_BOUND = 2**31 - 1
 
-Tokens = np.ndarray[tuple[int], np.dtype[np.int32]]
+_Text = np.ndarray[tuple[int], np.dtype[np.int32]]
 
 
 class Dry:
@@ -74,7 +74,7 @@ class Dry:
         self._breakers = mx.array(table)
         self._sets = _column([sets.index(each.breakers) for each in settings])
 
-    def _fill_texts(self, texts: Sequence[Tokens]) -> None:
+    def _fill_texts(self, texts: Sequence[_Text]) -> None:
         """Set the texts before the next input, and the lengths of the repetitions that end at each
         of their tokens but the last."""
         width = max(2, *map(len, texts))
@@ -119,7 +119,7 @@ class Dry:
         return mx.where(counts, self._multiplier * powers, 0)
 
 
-def repetitions(text: Tokens) -> Tokens:
+def repetitions(text: _Text) -> _Text:
     """Return how many tokens up to each place of a text are those at its end; 0 for the end.
 
     The Z-algorithm, from the end: a repetition found tells what repetitions lie in it, so no token
@@ -143,7 +143,7 @@ def repetitions(text: Tokens) -> Tokens:
     return found
 
 
-def _text_before(row: LiveRow, dry: DryPenalty, vocabulary: int) -> Tokens:
+def _text_before(row: LiveRow, dry: DryPenalty, vocabulary: int) -> _Text:
     """Return what counts of a row's text before its next input."""
     seen = row.seen[:-1] if row.fresh else row.seen
     text = np.array(seen[-dry.last_n :] if dry.last_n > 0 else seen, dtype=np.int32)

@@ -52,8 +52,9 @@ penalties = st.builds(
 )
 texts = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=40)
 repeating = st.builds(lambda part, times: part * times, st.lists(st.integers(0, 2)), st.just(4))
+either = texts | repeating.filter(bool)
 asked = st.lists(
-    st.tuples(st.none() | penalties, texts | repeating.filter(bool), texts, st.booleans()),
+    st.tuples(st.none() | penalties, either, either, st.booleans()),
     min_size=1,
     max_size=4,
 )
@@ -159,5 +160,3 @@ def test_rows_draw_what_they_draw_alone_whatever_rows_come_and_go(models: Any) -
             assert ids_of(run(alone), number) == drawn
             if sampling is GREEDY and dry is not None:
                 assert_follows(model, prompt(number) * 2, drawn, dry)
-
-

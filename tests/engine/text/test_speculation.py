@@ -20,7 +20,7 @@ from mlxsrv.engine.live_row import LiveRow
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.scheduling.speculation_controller import SpeculationController
-from mlxsrv.generation.parameters import Sampling
+from mlxsrv.generation.parameters import DryPenalty, Sampling
 from tests.support.constraints import Anything, WakesUp
 from tests.support.effort import often, per_cache
 from tests.support.text_engine import Always, TextEngine, assert_greedy
@@ -303,10 +303,11 @@ def test_plain_steps_while_other_prompts_are_read(models: Any) -> None:
     [
         ({"sampling": Sampling(temperature=0, repetition_penalty=1.3)}, None),
         ({"sampling": Sampling(temperature=0, logit_bias=((7, 5.0),))}, None),
+        ({"sampling": Sampling(temperature=0, dry=DryPenalty(2.0))}, None),
         ({"logprobs": 2}, None),
         ({}, Anything()),
     ],
-    ids=["penalty", "bias", "logprobs", "constraint"],
+    ids=["penalty", "bias", "dry", "logprobs", "constraint"],
 )
 def test_rows_that_need_a_look_at_every_token_are_decoded_plainly(
     models: Any, more: dict[str, Any], constraint: Anything | None
