@@ -419,6 +419,7 @@ def test_the_chat_takes_the_features_over(view: Any, server: Server, stored: boo
     press(view, "Use in chat")
     expect(view).to_have_title("Chat · mlxsrv")
     expect(answers).to_have_count(int(stored))
+    expect(view.locator("p.steered")).to_contain_text("Steering: 86")  # the settings have come
     say("Is it free software?")
     expect(answers.last).to_contain_text("GET /health")
 
