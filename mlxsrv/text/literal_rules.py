@@ -38,6 +38,7 @@ class LiteralRules:
         self._quote = quote
         self._words = words
         self._open: list[str] = []  # pointers that are followed
+        self._referred: dict[str, str] = {}  # rules for the values at pointers
         self._anything: list[str] = []  # rules for values without a schema, by depth
 
     def arguments(self, equals: str, comma: str) -> str:
@@ -91,7 +92,9 @@ class LiteralRules:
         states: dict[frozenset[str], str] = {}
 
         def state(left: frozenset[str], before: str) -> str:
-            bodies = [f"{before} {members[key]} {later(left - {key})}" for key in left]
+            bodies = [
+                f"{before} {members[key]} {later(left - {key})}" for key in members if key in left
+            ]
             return self._lark.rule(" | ".join(bodies if left & required else [*bodies, '""']))
 
         def later(left: frozenset[str]) -> str:
@@ -106,7 +109,7 @@ class LiteralRules:
         if not isinstance(schema, Mapping):
             return self._any(_DEPTH)
         if isinstance(pointer := schema.get("$ref"), str):
-            return self._referred(pointer)
+            return self._refer(pointer)
         values = [schema["const"]] if "const" in schema else _listed(schema.get("enum"))
         if values:
             return self._lark.choice(map(self._literal, values))
@@ -138,12 +141,13 @@ class LiteralRules:
 
     def _list(self, schema: Mapping[str, Any]) -> str:
         item = self._lark.rule(self._value(schema.get("items", {})))
-        least, most = schema.get("minItems", 0), schema.get("maxItems")
+        least, most = _count(schema.get("minItems")) or 0, _count(schema.get("maxItems"))
         if most == 0:
             return '"[" "]"'
-        comma = json.dumps("," if self._quote else ", ")
-        further = f"({comma} {item}){{{max(0, least - 1)},{'' if most is None else most - 1}}}"
-        body = f"{item} {further}"
+        body, comma = item, json.dumps("," if self._quote else ", ")
+        if most != 1:
+            bounds = f"{max(0, least - 1)},{'' if most is None else most - 1}"
+            body += f" ({comma} {item}){{{bounds}}}"
         return f'"[" {body} "]"' if least else f'"[" ({body})? "]"'
 
     def _literal(self, value: Any) -> str:
@@ -165,17 +169,21 @@ class LiteralRules:
                 return f'"{{" {_joined(members)} "}}"'
         return self._lark.json({"const": value})
 
-    def _referred(self, pointer: str) -> str:
+    def _refer(self, pointer: str) -> str:
+        """Return the rule for the value at a pointer: one for each, or they double level by level.
+        One that is made of itself is any value there."""
         if pointer in self._open:
             return self._any(_DEPTH)
+        if pointer in self._referred:
+            return self._referred[pointer]
         node: Any = self._schema
         for part in pointer.removeprefix("#").split("/")[1:]:
             key = part.replace("~1", "/").replace("~0", "~")
             node = node.get(key, {}) if isinstance(node, Mapping) else {}
         self._open.append(pointer)
-        body = self._value(node)
+        found = self._referred[pointer] = self._lark.rule(self._value(node))
         self._open.pop()
-        return body
+        return found
 
     def _any(self, depth: int) -> str:
         """Return the rule for a value without a schema."""
@@ -247,6 +255,10 @@ def _types(schema: Mapping[str, Any]) -> Iterable[str]:
 
 def _joined(bodies: Iterable[str]) -> str:
     return ' "," '.join(bodies) or '""'
+
+
+def _count(value: Any) -> int | None:
+    return value if isinstance(value, int) and value >= 0 else None
 
 
 def _listed(value: Any) -> list[Any]:
