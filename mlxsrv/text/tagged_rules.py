@@ -46,7 +46,9 @@ class ArgumentRules:
         schema = self._schema
         properties = schema.get("properties")
         properties = properties if isinstance(properties, Mapping) else {}
-        required = [key for key in schema.get("required", ()) if isinstance(key, str)]
+        listed = schema.get("required")
+        required = [key for key in listed if isinstance(key, str)] if type(listed) is list else []
+        required = list(dict.fromkeys(required))
         keys = list(dict.fromkeys([*properties, *required]))
         for key in keys:
             if not _KEY.fullmatch(key):

@@ -20,7 +20,7 @@ from mlxsrv.prompts.grammars.specs import GrammarRefused, GrammarSpec, ToolGramm
 from mlxsrv.text.calls import CallRules, NotEnforceable
 from mlxsrv.text.formats import CALLS, THOUGHTS
 from mlxsrv.text.lark import Lark
-from mlxsrv.text.marks import Marks
+from mlxsrv.text.marks import SPELLED, Marks
 
 _log = logging.getLogger("mlxsrv.engine")
 
@@ -41,6 +41,7 @@ _MOST_BYTES = {
 _DEEPEST = 64  # levels of a JSON schema
 _WHITESPACE = r" |\n {0,20}"
 _ANY_OBJECT: JSONSchema = {"type": "object"}
+_TEXT_BOUNDS = ('"pattern":', '"minLength":', '"maxLength":')
 
 
 def translate(spec: GrammarSpec, vocabulary: Mapping[str, int]) -> str:
@@ -220,6 +221,8 @@ def _translate_tools(spec: GrammarSpec, marks: Marks) -> str:
     if calls.otherwise is not None:
         asked.append(("schema", {**calls.otherwise}, spec.compact))
     ready = _require([each[1:] for each in asked], [name for name, _, _ in asked])
+    for name, reason in _find_unheld(calls).items():
+        raise GrammarRefused(f"{name}: {reason}")
     lark = Lark(marks, _prepare_parts(calls, marks))
     rules = _rules(calls, lark)
     start = lark.rule(rules.many if calls.many else rules.one)
@@ -232,9 +235,14 @@ def _translate_call(spec: GrammarSpec, marks: Marks) -> str:
     """Translate the grammar of the calls that a model may make.
 
     The request does not ask for it. So a schema that cannot be used is no error: that value is then
-    any JSON.
+    any JSON, or the tool has any arguments, and the other tools are held all the same.
     """
     calls = msgspec.json.decode(spec.text, type=ToolGrammar)
+    unheld = _find_unheld(calls)
+    for name, reason in unheld.items():
+        log(_log, logging.WARNING, "tool schema not enforced", tool=name, reason=reason)
+    tools = [(name, {} if name in unheld else schema) for name, schema in calls.tools]
+    calls = msgspec.structs.replace(calls, tools=tools)
     lark = Lark(marks, _prepare_parts(calls, marks))
     rules = _rules(calls, lark)
     if openers := list_openers(calls.calls, rules.behind):
@@ -244,6 +252,35 @@ def _translate_call(spec: GrammarSpec, marks: Marks) -> str:
     # Nothing tells a call from other text but its place: the grammar is that of the whole answer.
     free = _answer(lark.any_text(), spec.thoughts, lark)
     return lark.grammar(f"{_thoughts(spec.thoughts, lark)} {lark.choice([rules.many, free])}")
+
+
+def _find_unheld(calls: ToolGrammar) -> dict[str, str]:
+    """Return by name why calls of some tools cannot be held to the schema in the model's format: a
+    name cannot stand in it, or a text's bounds cannot be used.
+
+    Raises:
+        GrammarRefused: they take too long together.
+    """
+    reasons: dict[str, str] = {}
+    bounded: dict[str, str] = {}
+    for name, schema in calls.tools:
+        whole = {**schema, "type": "object"}
+        parts: list[Mapping[str, Any]] = []
+
+        def note(part: Mapping[str, Any], parts: list[Mapping[str, Any]] = parts) -> str:
+            parts.append(part)
+            return "{}"
+
+        lark = Lark(SPELLED, note)
+        try:
+            rules = CALLS[calls.calls].rules([(name, schema)], lark)
+        except NotEnforceable as error:
+            reasons[name] = str(error)
+            continue
+        if whole not in parts and any(bound in json.dumps(schema) for bound in _TEXT_BOUNDS):
+            bounded[name] = _lark_grammar(lark.grammar(rules.one))
+    failed = find_failures([*bounded.values()]) if bounded else {}
+    return reasons | {name: failed[i] for i, name in enumerate(bounded) if i in failed}
 
 
 def _prepare_parts(calls: ToolGrammar, marks: Marks) -> Callable[[Mapping[str, Any]], str]:
@@ -279,7 +316,8 @@ def list_openers(calls: str, behind: Container[str]) -> list[str]:
 def find_openers(spec: GrammarSpec) -> tuple[str, ...]:
     """Return the openers behind which the grammar of a spec of kind "call" begins."""
     calls = msgspec.json.decode(spec.text, type=ToolGrammar)
-    rules = _rules(calls, Lark(Marks((), {}), lambda _: "{}"))
+    calls = msgspec.structs.replace(calls, tools=[(name, {}) for name, _ in calls.tools])
+    rules = _rules(calls, Lark(SPELLED, lambda _: "{}"))
     return tuple(list_openers(calls.calls, rules.behind))
 
 
