@@ -2,12 +2,14 @@
 
 While the model thinks, its tokens are counted by the stages that part the answer, so a thought that
 the prompt opened counts like one that the model opens. At the bound the tokens come that close a
-thought in the model's own way, one after the other; no others may be drawn then. The answer cannot
-end there, nor with the next token: it would be a thought without an answer.
+thought in the model's own way, one after the other; no others may be drawn then. A grammar that the
+answer follows may first complete a character. The answer cannot end there, nor with the next token:
+it would be a thought without an answer.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from mlxsrv.generation.parameters import Constraint, Mask
@@ -33,13 +35,14 @@ class BudgetConstraint:
         text: TextPipeline,
         inner: Constraint | None = None,
     ) -> None:
-        self._budget = budget
+        self._budget: float = budget
         self._close = close
         self._ends = [(token >> 5, ~(1 << (token & 31))) for token in ends]
         self._text = text
         self._inner = inner
         self._closing = 0  # how many of the closing tokens have come; past them: one step behind
         self._forced = False
+        self._closed = True  # the closing tokens have ended the thought
         self._look()
 
     @property
@@ -53,8 +56,9 @@ class BudgetConstraint:
     def fill(self, mask: Mask) -> None:
         if self._forced and self._closing < len(self._close):
             token = self._close[self._closing]
-            mask[:] = 0
-            mask[token >> 5] = _word(1 << (token & 31))
+            if not self._is_refused(token, mask):
+                mask[:] = 0
+                mask[token >> 5] = _word(1 << (token & 31))
             return
         if self._inner is not None and not self._inner.dormant:
             self._inner.fill(mask)
@@ -71,10 +75,21 @@ class BudgetConstraint:
             self._inner.accept(token)
         self._text.feed((token,))
         if self._forced and self._closing < len(self._close):
-            self._closing += 1
-        else:
-            self._forced = False
-            self._look()
+            self._closing += token == self._close[self._closing]
+            self._closed = not self._text.reasoning
+            return
+        if self._forced and not self._closed and self._text.reasoning:
+            self._budget = math.inf  # these tokens do not end it: they would come for ever
+        self._forced = False
+        self._look()
+
+    def _is_refused(self, token: int, mask: Mask) -> bool:
+        """Whether the first of the closing tokens has to wait, because the grammar refuses it
+        within a character. The mask is then the grammar's."""
+        if self._closing or self._inner is None or self._inner.dormant:
+            return False
+        self._inner.fill(mask)
+        return not int(mask[token >> 5]) >> (token & 31) & 1
 
     def _look(self) -> None:
         """Begin to close the thought if it has taken its tokens."""

@@ -146,6 +146,9 @@ class Tokenizer:
         # The device thread needs these, and is no thread for the model's own tokenizer.
         end = thoughts.thought[1] or thoughts.close.strip()
         self._closing = tuple(self.token_ids(thoughts.close, special=False))
+        before, _, behind = thoughts.close.partition(end)
+        bound = before + end if behind.strip() else thoughts.close
+        self._bound_closing = tuple(self.token_ids(bound, special=False))
         self._think_end = tuple(self.token_ids(end, special=False))
         self._checkpoints = CheckpointFinder(self.chat_template, self._encoder, self.turn_ends)
         self.defaults = sampling_defaults(generation)
@@ -206,7 +209,9 @@ class Tokenizer:
             assert inner is not None  # nothing would be asked of the answer
             return inner
         text = self.content_pipeline(thinking=grammar.thinking)
-        return BudgetConstraint(grammar.budget, self._closing, self.turn_ends, text, inner)
+        # A grammar of the whole answer says itself what follows a thought, such as a header.
+        close = self._closing if inner is None or grammar.openers else self._bound_closing
+        return BudgetConstraint(grammar.budget, close, self.turn_ends, text, inner)
 
     def _follow(self, grammar: Grammar) -> Constraint:
         compiled = self.grammars.recall(grammar)
@@ -412,7 +417,7 @@ class Tokenizer:
         prompt, or in whose frame it answers; empty if there are none."""
         thoughts = self.formats.thoughts
         start, end = thoughts.thought
-        if thoughts.answer[0] and not prompt.thinking:
+        if thoughts.answer[0]:
             return thoughts.name
         closed = prompt.thinking or not start or prompt.text.rstrip().endswith(end)
         return "" if closed or not self._opens_itself else thoughts.name
