@@ -146,7 +146,7 @@ class Tokenizer:
         # The device thread needs these, and is no thread for the model's own tokenizer.
         end = thoughts.thought[1] or thoughts.close.strip()
         self._closing = tuple(self.token_ids(thoughts.close, special=False))
-        before, _, behind = thoughts.close.partition(end)
+        before, _, behind = thoughts.close.partition(end) if end else ("", "", "")
         bound = before + end if behind.strip() else thoughts.close
         self._bound_closing = tuple(self.token_ids(bound, special=False))
         self._think_end = tuple(self.token_ids(end, special=False))
