@@ -63,6 +63,8 @@ class FrameFormat(ABC):
         thought: what stands before and behind a thought that the model opens itself, spelled;
             empty if it opens none, or no grammar can hold it.
         answer: what stands before and behind an answer's content, spelled.
+        preamble: what stands before and behind content that a call follows, spelled; empty if a
+            grammar need not tell it from an answer.
     """
 
     name: str
@@ -71,6 +73,7 @@ class FrameFormat(ABC):
     close: str = ""
     thought: tuple[str, str] = ("", "")
     answer: tuple[str, str] = ("", "")
+    preamble: tuple[str, str] = ("", "")
 
     @abstractmethod
     def frame(self, marks: Marks, *, thinking: bool, prompt: str = "") -> Frame:

@@ -48,6 +48,7 @@ class HeadedMessages(FrameFormat):
         parts: markers inside a header: before the channel, and before the type of the text.
         thought: what stands before a thought, behind the role.
         close: what ends a thought.
+        preamble: what stands before content that a call follows, behind the role.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class HeadedMessages(FrameFormat):
         *,
         thought: str,
         close: str,
+        preamble: str,
     ) -> None:
         self.name = name
         self.marks = (start, text, *ends, *parts)
@@ -67,6 +69,7 @@ class HeadedMessages(FrameFormat):
         end = f"{ends[0]}{start}{_ROLE}"
         self.thought = (thought, end)
         self.answer = (close.removeprefix(end), "")
+        self.preamble = (preamble, end)
         self._ends = ends
         self._parts = parts
         self._thought = thought

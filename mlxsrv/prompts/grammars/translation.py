@@ -251,7 +251,8 @@ def _translate_call(spec: GrammarSpec, marks: Marks) -> str:
         )
     # Nothing tells a call from other text but its place: the grammar is that of the whole answer.
     free = _answer(lark.any_text(), spec.thoughts, lark)
-    return lark.grammar(f"{_thoughts(spec.thoughts, lark)} {lark.choice([rules.many, free])}")
+    called = f"{_preamble(spec.thoughts, lark)} {rules.many}"
+    return lark.grammar(f"{_thoughts(spec.thoughts, lark)} {lark.choice([called, free])}")
 
 
 def _find_unheld(calls: ToolGrammar) -> dict[str, str]:
@@ -333,6 +334,12 @@ def _thoughts(name: str, lark: Lark) -> str:
     may never come to the answer."""
     start, end = THOUGHTS[name].thought if name else ("", "")
     return rf"({lark.text(start)} {lark.until(end)} /\n{{0,2}}/)?" if start else ""
+
+
+def _preamble(name: str, lark: Lark) -> str:
+    """Return the body of the content that may stand before calls."""
+    start, end = THOUGHTS[name].preamble if name else ("", "")
+    return f"({lark.text(start)} {lark.until(end)})?" if start else ""
 
 
 def _answer(body: str, thoughts: str, lark: Lark) -> str:

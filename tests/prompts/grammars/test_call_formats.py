@@ -141,3 +141,21 @@ def test_each_call_that_a_model_may_make_has_a_grammar(name: str) -> None:
     drawn, _ = model(name)
     spec = each_call(list(TOOLS.items()), name, frame_of(name).name)
     assert drawn.grammars.compile_call(spec, param="tools") is not None
+
+
+@pytest.mark.parametrize(
+    "thought", ["", "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"]
+)
+def test_a_call_that_a_model_may_make_follows_a_preamble(thought: str) -> None:
+    """Harmony has no opener, so its grammar is that of the whole answer."""
+    drawn, _ = model("harmony")
+    compiled = drawn.grammars.compile_call(
+        each_call(list(TOOLS.items()), "harmony", "harmony"), param="tools"
+    )
+    assert compiled is not None
+    preamble = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+    call = "<|channel|>commentary to=functions.now<|message|>{}<|call|>"
+    for before in ("", preamble):
+        constraint = compiled.constraint()
+        drawn.feed(constraint, drawn.encode(f"{thought}{before}{call}"))
+        assert drawn.allowed(constraint) == drawn.ends
