@@ -46,7 +46,7 @@ WRONG: Table = {
     "dry_base": ["2", 0.9, 101, True],
     "dry_allowed_length": ["2", -1, 1.5, True],
     "dry_penalty_last_n": ["64", -2, 1.5, True],
-    "dry_sequence_breakers": ["\n", 5, [5], [None], {}, ["x"] * 17],
+    "dry_sequence_breakers": ["\n", 5, {}, True, ["x"] * 17],
     "logit_bias": [
         *("5", 5, True, {"a": 1}, {"-1": 1}, {"1.0": 1}, {"": 1}, {"05": 1}, {" 5": 1}),
         *({"5": "1"}, {"5": True}, {"5": None}, {"5": 100.1}, {"5": -101}, {"5": []}),

@@ -130,16 +130,17 @@ def repetitions(text: _Text) -> _Text:
         return found
     backwards = text[::-1]
     tokens: list[int] = backwards.tolist()
-    lengths: dict[int, int] = {}
+    lengths = [0] * len(tokens)
     start = stop = 0  # the repetition that goes furthest
-    for place in (np.flatnonzero(backwards[1:] == backwards[0]) + 1).tolist():
-        length = min(lengths.get(place - start, 0), stop - place) if place < stop else 0
+    places = np.flatnonzero(backwards[1:] == backwards[0]) + 1
+    for place in places.tolist():
+        length = min(lengths[place - start], stop - place) if place < stop else 0
         if place + length >= stop:
             while place + length < len(tokens) and tokens[place + length] == tokens[length]:
                 length += 1
             start, stop = place, place + length
         lengths[place] = length
-        found[-1 - place] = length
+    found[-1 - places] = [lengths[place] for place in places.tolist()]
     return found
 
 

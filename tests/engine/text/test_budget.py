@@ -15,7 +15,7 @@ from mlx_lm.utils import load_model
 from mlxsrv.engine.events import Event, Failed, Token
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.scheduling.speculation_controller import SpeculationController
-from mlxsrv.generation.parameters import Constraint, Sampling
+from mlxsrv.generation.parameters import Constraint, DryPenalty, Sampling
 from tests.support.effort import often
 from tests.support.faulty_text import Odd
 from tests.support.heavy import PER_TOKEN, write_heavy
@@ -38,7 +38,8 @@ def make_jobs(seed: int) -> list[Job]:
         grows, seeded = number < JOBS // 2, number % 4 == 1
         length = random.choice([20, 60, 200]) if grows else 460
         prompt = tuple(random.choices(range(5, 300), k=length))
-        sampling = Sampling(temperature=1.0, seed=number) if seeded else Sampling(temperature=0)
+        dry = DryPenalty(3.0) if number % 4 == 2 else None
+        sampling = Sampling(temperature=float(seeded), seed=number, dry=dry)
         answer = 460 if grows and not seeded else 60
         jobs.append(Job(number, "m", prompt, answer, frozenset(), sampling))
     return jobs
