@@ -129,7 +129,7 @@ class LiteralReader(StringReader):
             self.over = True
             return False
         self._open_call(found[1])
-        if self.refused:
+        if not self.is_open:
             return False
         self._take(found.end())
         self._levels[0].closer = _CLOSERS[found[2]]
@@ -279,6 +279,8 @@ class LiteralReader(StringReader):
             return False
         if text[0] in ")]}" or self._ends_here(text):
             return self._leave(text)
+        if "\ufdd0" <= text[0] <= "\ufdef" and text[0] != self._quote:
+            return self._break()  # a marker that has no place in a call
         assert level.item is not None
         self._type = level.item
         self._put(", " if level.count else "")

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from mlxsrv.text.calls import CallFormat, Tools, WrittenCall
+from mlxsrv.text.calls import CallClosed, CallFormat, CallOpened, Tools, WrittenCall
 from mlxsrv.text.lark import Lark
 from mlxsrv.text.literal_calls import (
     FUNCTIONGEMMA,
@@ -17,7 +17,7 @@ from mlxsrv.text.literal_calls import (
     OLMO3,
     PYTHONIC,
 )
-from mlxsrv.text.marks import SPELLED
+from mlxsrv.text.marks import SPELLED, Marks
 from tests.support.reading import read, read_each_way, tokens
 
 WEATHER = {
@@ -273,3 +273,29 @@ def test_an_end_marker_behind_a_string_that_is_not_closed(format: CallFormat) ->
 
 
 HEARD_NOW = ("now", "{}")
+
+
+@pytest.mark.parametrize("text", ["[run(tags=['a', <think>", "[run(tags=[<think>x])]"])
+def test_a_strange_marker_in_a_list_ends_the_reading(text: str) -> None:
+    marks = Marks(["<think>"], {"<think>": 0})
+    reader = PYTHONIC.reader("", TOOLS, marks)
+    parts = [*reader.feed(marks.show(text)), *reader.end(cut=False)]
+    assert parts[0] == CallOpened("run")
+    assert parts[-1] == CallClosed("its arguments are no JSON object")
+    assert "<think>" in "".join(part for part in parts if isinstance(part, str))
+
+
+def test_behind_a_list_of_calls_another_name_is_no_call() -> None:
+    reader = PYTHONIC.reader("", TOOLS, SPELLED)
+    parts = [*reader.feed("[now()]\nother(x=1)"), *reader.end(cut=False)]
+    assert parts == [CallOpened("now"), "{}", CallClosed()]
+    assert reader.over
+    assert reader.rest.strip() == "other(x=1)"
+
+
+def test_in_a_list_of_calls_another_name_ends_it() -> None:
+    reader = PYTHONIC.reader("", TOOLS, SPELLED)
+    parts = [*reader.feed("[now(), other(x=1)]"), *reader.end(cut=False)]
+    assert parts == [CallOpened("now"), "{}", CallClosed()]
+    assert reader.over
+    assert reader.rest == "other(x=1)]"
