@@ -17,6 +17,7 @@ from mlxsrv.text.json_reader import LEFTOVERS, SPACE, ObjectsReader
 from mlxsrv.text.lark import Lark
 from mlxsrv.text.marks import Marks
 from mlxsrv.text.scan import Scanner
+from mlxsrv.text.values import ArgumentTypes
 
 _LONGEST = 256  # characters of a header
 _NAME = re.compile(r"[\w.:/@$-]+")
@@ -339,12 +340,11 @@ def _find_name(header: str, tools: Tools, *, loose: bool) -> str | None:
 def _fitting_name(header: str, arguments: str, tools: Tools) -> str:
     """Return the name of the one tool that takes these arguments, or the header."""
     keys = _keys(arguments)
+    types = {name: ArgumentTypes(schema).whole for name, schema in tools.schemas.items()}
     fitting = [
         name
-        for name, schema in tools.schemas.items()
-        if keys is not None
-        and keys >= {*schema.get("required", ())}
-        and keys <= {*schema.get("properties", ())}
+        for name, type in types.items()
+        if keys is not None and type.required <= keys <= type.members.keys()
     ]
     return fitting[0] if len(fitting) == 1 else header
 

@@ -6,7 +6,14 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from mlxsrv.text.calls import CallFormat, CallPart, Tools, WrittenCall
+from mlxsrv.text.calls import (
+    CallClosed,
+    CallFormat,
+    CallOpened,
+    CallPart,
+    Tools,
+    WrittenCall,
+)
 from mlxsrv.text.headed_calls import (
     DEEPSEEK_V3,
     DEEPSEEK_V31,
@@ -300,3 +307,11 @@ def told(parts: list[CallPart]) -> list[str | None]:
     """The name of one call, its arguments, and its fault."""
     name, *arguments, closed = parts
     return [name.name, "".join(map(str, arguments)), closed.fault]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("schema", [{"required": None, "properties": None}, {"required": [[]]}])
+def test_an_unknown_id_beside_a_tool_with_an_odd_schema(schema: dict[str, Any]) -> None:
+    tools = Tools({"odd": schema, "now": {"properties": {"zone": {}}}})
+    reader = KIMI_K2.reader("<|tool_call_begin|>", tools, SPELLED)
+    text = 'call_7<|tool_call_argument_begin|>{"zone": "UTC"}<|tool_call_end|>'
+    assert list(reader.feed(text)) == [CallOpened("now"), '{"zone": "UTC"}', CallClosed()]
