@@ -175,7 +175,7 @@ class _MessageFrame(Frame):
 
     def _may_go_on(self, header: Sequence[str]) -> bool:
         """Whether the text that waits may be part of a header so far."""
-        if len(header) > 1:
+        if len(header) > 1 or len(header[0]) > _LONGEST:
             return sum(map(len, header)) <= _LONGEST
         text = header[0][: len(header[0]) - self._spelled.held(header[0])]
         if _may_be_header(text):

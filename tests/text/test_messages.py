@@ -166,3 +166,10 @@ def test_prose_about_calls_is_prose() -> None:
     text = "Write to=functions.get_weather in the header, then json."
     assert read(f"{ANALYSIS}{FINAL}{text}") == ("Hm.", text, [])
     assert read(text) == ("", text, [])
+
+
+def test_a_text_of_words_of_headers_is_no_header() -> None:
+    text = "to=" + 300 * "x" + 3000 * " final"
+    assert read(text)[1] == text
+    frame = THOUGHTS["harmony"].frame(SPELLED, thinking=False)
+    assert frame.place(text[:300])
