@@ -74,7 +74,7 @@ class TokenTexts:
         # Markers of calls are no text where no tools were given; neither are those of thoughts in
         # a text completion.
         self._text_table = self._table.showing(dict.fromkeys(self._shown_in_calls, ""))
-        self._chat_table = self._text_table.showing(hidden | self._shown_in_chats)
+        self._chat_table = self._text_table.masking().showing(hidden | self._shown_in_chats)
         self._call_table = self._chat_table.showing(self._shown_in_calls)
 
     def token_bytes(self, token: int) -> bytes:
@@ -95,7 +95,7 @@ class TokenTexts:
         if self._table is None:
             keep = self._shown_in_calls if calls else self._shown_in_chats if chat else {}
             ends = dict.fromkeys(self._turn_ends if chat else self._end_tokens, "")
-            return DecodingDetokenizer(self._decoder, keep={**ends, **keep})
+            return DecodingDetokenizer(self._decoder, keep={**ends, **keep}, masked=chat)
         table = self._call_table if calls else self._chat_table if chat else self._text_table
         # In a completion the space belongs between the prompt and what follows it.
         return Detokenizer(table, strip_first_space=chat and self.strips_first_space)

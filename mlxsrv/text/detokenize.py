@@ -17,6 +17,8 @@ from mlxsrv.text.stage import Stage
 Scheme = Literal["byte_level", "sentencepiece"]
 
 _REPLACEMENT = "\ufffd"
+_NONCHARACTER = re.compile("[\ufdd0-\ufdef]")
+_NONCHARACTER_BYTES = re.compile(rb"\xef\xb7[\x90-\xaf]")
 _CUT_BYTES = 3  # a character is at most four bytes, so a cut one has at most three
 _PATIENCE = 8  # ids that may wait for a complete character; more than any character needs
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -52,17 +54,25 @@ class TokenBytes(msgspec.Struct, frozen=True):
     Attributes:
         data: the bytes that each id writes; special tokens write none.
         texts: the same decoded; None if the bytes are not whole characters.
+        masked: the model's own noncharacters, which may stand for markers, write U+FFFD.
     """
 
     data: tuple[bytes, ...]
     texts: tuple[str | None, ...]
+    masked: bool = False
 
     def showing(self, tokens: Mapping[int, str]) -> "TokenBytes":
         """Return a copy in which `tokens` write the texts given for them."""
         data, texts = list(self.data), list(self.texts)
         for token_id, text in tokens.items():
             data[token_id], texts[token_id] = text.encode(), text
-        return TokenBytes(data=tuple(data), texts=tuple(texts))
+        return TokenBytes(data=tuple(data), texts=tuple(texts), masked=self.masked)
+
+    def masking(self) -> "TokenBytes":
+        """Return a copy that is masked, in which tokens may be shown as noncharacters."""
+        data = tuple(_NONCHARACTER_BYTES.sub(_REPLACEMENT.encode(), each) for each in self.data)
+        texts = tuple(text and _NONCHARACTER.sub(_REPLACEMENT, text) for text in self.texts)
+        return TokenBytes(data=data, texts=texts, masked=True)
 
 
 def token_bytes(
@@ -105,11 +115,12 @@ class Detokenizer(Stage[int, str]):
             first word.
     """
 
-    __slots__ = ("_data", "_decoder", "_plain", "_strip_space", "_texts")
+    __slots__ = ("_data", "_decoder", "_masked", "_plain", "_strip_space", "_texts")
 
     def __init__(self, table: TokenBytes, *, strip_first_space: bool = False) -> None:
         self._data = table.data
         self._texts = table.texts
+        self._masked = table.masked
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._strip_space = strip_first_space
         self._plain = not strip_first_space  # nothing waits, so the table's texts are right
@@ -129,6 +140,8 @@ class Detokenizer(Stage[int, str]):
 
     def _join(self, data: bytes) -> str:
         text = self._decoder.decode(data)
+        if self._masked and data[:1] < b"\xc0" and _NONCHARACTER.match(text):
+            text = _REPLACEMENT + text[1:]  # the bytes of one that began before
         if text and self._strip_space:
             text = text.removeprefix(" ")
             self._strip_space = False
@@ -149,12 +162,20 @@ class DecodingDetokenizer(Stage[int, str]):
 
     Args:
         keep: the texts of special ids that `decode` would skip and a later stage looks for.
+        masked: the model's own noncharacters, which may stand for markers, write U+FFFD.
     """
 
-    __slots__ = ("_context", "_decoder", "_ids", "_keep", "_sent")
+    __slots__ = ("_context", "_decoder", "_ids", "_keep", "_masked", "_sent")
 
-    def __init__(self, decoder: SupportsDecode, *, keep: Mapping[int, str] | None = None) -> None:
+    def __init__(
+        self,
+        decoder: SupportsDecode,
+        *,
+        keep: Mapping[int, str] | None = None,
+        masked: bool = False,
+    ) -> None:
         self._decoder = decoder
+        self._masked = masked
         self._keep = keep or {}
         self._ids: list[int] = []  # the window: ids whose text was sent, then those that wait
         self._context = 0  # how many of them are of the first kind
@@ -192,7 +213,7 @@ class DecodingDetokenizer(Stage[int, str]):
         del self._ids[: self._context]
         self._context = len(self._ids)
         self._sent = max(0, len(self._decode(self._ids)) - cut)
-        return fresh
+        return _NONCHARACTER.sub(_REPLACEMENT, fresh) if self._masked else fresh
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._decoder.decode(ids, skip_special_tokens=True)

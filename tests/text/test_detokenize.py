@@ -253,3 +253,22 @@ def test_the_fallback_gives_kept_ids_their_text(byte_level: Any, byte_table: Tok
     ids = [start, *encode(byte_level, " a 你"), lead, end, *encode(byte_level, " b")]
     stage = DecodingDetokenizer(byte_level, keep={start: "<think>", end: "</think>"})
     assert "".join(run(stage, ids)) == "<think> a 你</think> b"
+
+
+def test_noncharacters_of_the_model_are_no_markers(byte_level: Any, byte_table: TokenBytes) -> None:
+    ids = encode(byte_level, "a\ufdd0b\ufdefé")
+    [marker] = named(byte_level, "!")
+    table = byte_table.masking().showing({marker: "\ufdd0"})
+    assert "".join(run(Detokenizer(table), ids)) == "a\ufffdb\ufffdé"
+    assert "".join(run(Detokenizer(table), [*ids, marker])) == "a\ufffdb\ufffdé\ufdd0"
+    # A marker cuts a character off.
+    start = encode(byte_level, "\ufdd0")
+    cut = "".join(run(Detokenizer(table), [*start[:1], marker]))
+    assert len(start) < 2 or cut == "\ufffd\ufdd0"
+
+
+def test_noncharacters_that_a_tokenizer_decodes_are_no_markers(byte_level: Any) -> None:
+    ids = encode(byte_level, "a\ufdd0b")
+    [marker] = named(byte_level, "!")
+    stage = DecodingDetokenizer(byte_level, keep={marker: "\ufdd0"}, masked=True)
+    assert "".join(run(stage, [*ids, marker])) == "a\ufffdb\ufdd0"
