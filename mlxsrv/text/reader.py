@@ -227,7 +227,7 @@ class AnswerReader(Stage[str, list[OutputPart]]):
         found = self._markers.search(text) if self._markers.start(text) else None
         start, end = found or (len(text) - self._markers.held(text),) * 2
         if not self._begun and self._leads(text[:start]):
-            return self._begin_leading(text)
+            return self._begin_leading(text, parts)
         self._place(text[:start], parts)
         if self._bound and self._begun and self.calls == 0 and not self._settled:
             self._settled = self._plain = True
@@ -294,11 +294,12 @@ class AnswerReader(Stage[str, list[OutputPart]]):
         leading = self._offered is not None and self._offered.format.leading
         return leading and not self._frame.reasoning and bool(text.strip())
 
-    def _begin_leading(self, text: str) -> str:
+    def _begin_leading(self, text: str, parts: list[OutputPart]) -> str:
+        body = text.lstrip()
+        self._place(text[: len(text) - len(body)], parts)
         self._begun = True
         self._plain = not self._bound
-        body = text.lstrip()
-        self._begin_block(text[: len(text) - len(body)], "")
+        self._begin_block("", "")
         return body
 
     def _cross(self, marker: str, parts: list[OutputPart]) -> None:

@@ -9,6 +9,7 @@ import pytest
 from mlxsrv.text.calls import Tools
 from mlxsrv.text.frames import MarkedThoughts
 from mlxsrv.text.json_calls import HERMES
+from mlxsrv.text.literal_calls import PYTHONIC
 from mlxsrv.text.marks import Marks
 from mlxsrv.text.reader import AnswerReader, OfferedCalls, ToolArguments, ToolOpened
 
@@ -155,3 +156,13 @@ def test_more_than_one_call_is_not_read_where_one_may_be_made() -> None:
     both = MARKS.show('<tool_call>[{"name": "f"}, {"name": "g"}]</tool_call> So.')
     assert said([*stage.feed(both), *stage.flush()]) == ("", "", [["f", "{}"]])
     assert stage.done
+
+
+@pytest.mark.parametrize("feeds", [["\n [f(a='x"], ["\n", " ", "[f(a='x"]])
+def test_whitespace_before_a_call_without_a_marker_is_no_part_of_it(feeds: list[str]) -> None:
+    marks = Marks((), {})
+    frame = MarkedThoughts("think", "<think>", "</think>").frame(marks, thinking=False)
+    stage = AnswerReader(frame, marks, OfferedCalls(PYTHONIC, Tools({"f": {}})))
+    parts = [part for text in feeds for part in stage.feed(text)]
+    assert said([*parts, *stage.flush(cut=True)]) == ("", "", [["f", '{"a": "x']])
+    assert stage.fragment == "[f(a='x"
