@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from mlxsrv.text.calls import WrittenCall
 
 _ALPHANUMERICS = string.ascii_letters + string.digits
-_NAMED = re.compile(r"functions\..+:(\d+)\Z")
+_NAMED = re.compile(r"functions\..+:(\d{1,9})\Z")  # a client may send any number of digits
 
 _LAST_NUMBER = re.compile(r"\d+$")
 _NO_ALPHANUMERIC = re.compile(r"[^A-Za-z0-9]")

@@ -34,6 +34,10 @@ def test_calls_are_counted_over_the_whole_chat() -> None:
     assert count_calls(["functions.f:4", "functions.g:5"]) == 6, "earlier ones are gone"
 
 
+def test_an_id_with_a_number_of_any_length_is_counted() -> None:
+    assert count_calls(["functions.f:" + "9" * 5000]) == 1
+
+
 def test_an_answers_calls_go_on_with_the_count() -> None:
     calls = OfferedCalls(CALLS["kimi_k2"], Tools({"f": {}, "g": {}}), earlier=3)
     stage = AnswerReader(NoThoughts().frame(SPELLED, thinking=False), SPELLED, calls)
