@@ -46,7 +46,7 @@ class Switches:
             template refuses this.
         set_effort: returns the variables of the level of effort next to what is asked for that the
             template takes; of two as near the higher one. None: it takes none.
-        set_budget: returns the variables of a budget in tokens; None if it takes none.
+        set_budget: returns the variables of a budget in tokens; None if it takes none, or not this.
         can_turn: whether there is a switch, even if one of its positions is refused.
     """
 
@@ -63,7 +63,8 @@ class Switches:
         return self._find_switch() is not None
 
     def set_budget(self, tokens: int) -> Mapping[str, Any] | None:
-        return {_BUDGET: tokens} if self._find_budget() else None
+        variables = {_BUDGET: tokens}
+        return variables if self._find_budget() and self._takes(variables) else None
 
     def _turn(self, on: bool) -> Mapping[str, Any] | None:
         switch = self._find_switch()
@@ -71,7 +72,7 @@ class Switches:
             return None
         name, yes, no = switch
         variables = {name: yes if on else no}
-        return None if self._question(**variables) is None else variables
+        return variables if self._takes(variables) else None
 
     def _switch(self) -> tuple[str, Any, Any] | None:
         """Return the first variable whose two values make a difference."""
@@ -121,6 +122,9 @@ class Switches:
     def _takes_budget(self) -> bool:
         written = self._question(**{_BUDGET: 512})
         return written is not None and written != self._question()
+
+    def _takes(self, variables: Mapping[str, Any]) -> bool:
+        return self._question(**variables) is not None
 
     def _question(self, **variables: Any) -> str | None:
         return self._write(_QUESTION, **variables)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from mlxsrv.prompts.messages import Messages
 from mlxsrv.prompts.switches import Switches
 from mlxsrv.prompts.tokenizer import Tokenizer
 from tests.support.scripted import write_scripted
@@ -55,6 +58,16 @@ def test_thinking_is_turned_by_the_variable_that_makes_a_difference(
     for on in (True, False):
         variable, *values = TURNS.get(name, ("",))
         assert switches.turn(on) == ({variable: values[not on]} if values else None)
+
+
+def test_a_budget_that_the_template_refuses_is_left_out() -> None:
+    def write(messages: Messages, /, **variables: Any) -> str | None:
+        budget = variables.get("thinking_budget", 0)
+        return None if budget > 16_384 else f"at most {budget}"
+
+    switches = Switches(write)
+    assert switches.set_budget(600) == {"thinking_budget": 600}
+    assert switches.set_budget(20_000) is None
 
 
 def test_a_budget_goes_to_the_template_that_takes_one(known: dict[str, Switches]) -> None:
