@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -220,7 +221,9 @@ class Tokenizer:
             calls = self.formats.calls
             called = () if calls is None else calls.marks
             shared = {self.marks.ids[name] for name in called if name in self.marks.ids}
-            return CallConstraint(compiled, content, self.think_markers - shared)
+            taken = re.compile("|".join(map(re.escape, called)) or "(?!)")
+            headers = {taken.sub("", opener): opener for opener in grammar.openers}
+            return CallConstraint(compiled, content, self.think_markers - shared, headers)
         return compiled.constraint(self.think_end if grammar.thinking else None)
 
     def budget(self, param: str) -> TokenBudget | None:

@@ -97,6 +97,11 @@ class TextPipeline(Stage[Sequence[int], list[OutputPart]]):
         return self._reader is not None and self._reader.reasoning
 
     @property
+    def header(self) -> str | None:
+        """The header of a message for a tool that the text so far ends with."""
+        return None if self._reader is None else self._reader.header
+
+    @property
     def aside(self) -> bool:
         """Whether the text so far ends inside a thought or a call."""
         return self._reader is not None and (self._reader.reasoning or self._reader.inside)

@@ -166,6 +166,11 @@ class AnswerReader(Stage[str, list[OutputPart]]):
         return self._frame.reasoning and self._trial is None
 
     @property
+    def header(self) -> str | None:
+        """The header of a message for a tool, since the marker that ended it."""
+        return self._frame.header
+
+    @property
     def inside(self) -> bool:
         """Whether the text so far ends inside a block of calls."""
         return self._reader is not None

@@ -10,6 +10,7 @@ import pytest
 from starlette.testclient import TestClient
 
 import mlxsrv
+from mlxsrv.text.calls import WrittenCall
 from mlxsrv.text.formats import CALLS, THOUGHTS
 from tests.support.client import Body
 from tests.support.turns import write_turns
@@ -37,6 +38,7 @@ ARGUMENTS: Body = {
 }
 FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": ARGUMENTS}}
 TOOL: Body = {"type": "function", "function": {"name": "weather", "parameters": ARGUMENTS}}
+WRONG = WrittenCall("weather", {"days": 99999, "unit": "C", "more": [1, 2, 3]})
 TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}{{ '' if tools }}"
 QUESTION = [{"role": "user", "content": "Why?"}]
 
@@ -49,9 +51,14 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
         frame = THOUGHTS[thinking]
         (opened, closed), (before, behind) = frame.thought, frame.answer
         known = f"{{# {opened.strip()} #}}"  # the template knows of thoughts, and opens none
+        (before_calls, behind_text) = frame.preamble if frame.preamble[0] else frame.answer
+        called = f"{before_calls}I look.{behind_text}{CALLS[name].spell([WRONG])}"
         path = write_turns(
             folder / name,
-            {"true": f"{opened}{THOUGHT}{closed}{before}{ANSWER}{behind}"},
+            {
+                "messages[0].content == 'Call it.'": called,
+                "true": f"{opened}{THOUGHT}{closed}{before}{ANSWER}{behind}",
+            },
             template=known + TEMPLATE,
             markers=[*CALLS[name].marks, *frame.marks],
         )
@@ -131,8 +138,23 @@ def test_a_thought_at_its_bound_leaves_json_to_come(
         assert THOUGHT.startswith(said["message"].get("reasoning_content") or "")
 
 
+def strict(asked: bool) -> Body:
+    return {"type": "function", "function": {**TOOL["function"], "strict": asked}}
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_a_strict_tool_leaves_text_to_the_model(client: TestClient, name: str) -> None:
-    strict = {"type": "function", "function": {**TOOL["function"], "strict": True}}
-    said = ask(client, name, tools=[strict])
+    said = ask(client, name, tools=[strict(True)])
     assert (said["message"]["reasoning_content"], said["message"]["content"]) == (THOUGHT, ANSWER)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_a_call_of_a_strict_tool_follows_its_schema(client: TestClient, name: str) -> None:
+    asked: Body = {"messages": [{"role": "user", "content": "Call it."}]}
+    said = ask(client, name, tools=[strict(False)], **asked)
+    assert json.loads(said["message"]["tool_calls"][0]["function"]["arguments"])["days"] == 99999
+    said = ask(client, name, tools=[strict(True)], parallel_tool_calls=False, **asked)
+    assert said["message"]["content"].startswith("I look.")
+    check(said["message"]["tool_calls"][0]["function"]["arguments"])
+    assert said["finish_reason"] == "tool_calls"

@@ -10,7 +10,7 @@ come, those are forbidden with which no call can begin.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from mlxsrv.generation.parameters import Mask
@@ -29,11 +29,17 @@ class CallConstraint:
         grammar: that of one call, for a model whose calls open with the grammar's marker.
         text: the stages that part the answer's content, with markers of calls, from its thoughts.
         hidden: tokens that are markers wherever they stand, so no call may have them.
+        headers: openers by what the frame gives for a header in their place.
     """
 
     def __init__(
-        self, grammar: CompiledGrammar, text: TextPipeline, hidden: Collection[int] = ()
+        self,
+        grammar: CompiledGrammar,
+        text: TextPipeline,
+        hidden: Collection[int] = (),
+        headers: Mapping[str, str] | None = None,
     ) -> None:
+        self._headers = headers or {}
         self._text = text
         self._openers = Scanner(grammar.grammar.openers)
         self._grammar = grammar
@@ -60,7 +66,13 @@ class CallConstraint:
             if self._call.over or self._call.failure is not None:
                 self._leave()
             return
-        for piece in self._text.feed((token,)):
+        header = self._text.header
+        pieces = self._text.feed((token,))
+        begun = self._text.header
+        if begun is not None and begun != header and begun in self._headers:
+            self._look(self._headers[begun])
+            return
+        for piece in pieces:
             if isinstance(piece, tuple) and piece[0] == CONTENT:
                 self._look(piece[1])
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -216,6 +217,10 @@ class CompiledGrammar:
         self.grammar = grammar
         self._matcher = matcher  # stays at the beginning; copies of it are used
         self._vocabulary = vocabulary
+        # Tokens of which the grammar speaks by number, within openers too.
+        named = {name: vocabulary.ids[name] for name in vocabulary.added}
+        self._named = {name: i for name, i in named.items() if f"<[{i}]>" in grammar.text}
+        self._names = re.compile("|".join(map(re.escape, self._named)) or "(?!)")
         self.refused = self._find_refused(self._spelled())
 
     def constraint(self, think_end: Sequence[int] | None = None) -> Constraint:
@@ -240,12 +245,15 @@ class CompiledGrammar:
         """Return the grammar behind an opener and `text`; None if it does not allow that, or ends
         in it."""
         grammar = self.begin()
-        tokens = self._tokenize(opener) + self._tokenize(text)
+        tokens: list[int] = []
+        place = 0
+        for found in self._names.finditer(opener):
+            tokens += [*self._tokenize(opener[place : found.start()]), self._named[found[0]]]
+            place = found.end()
+        tokens += [*self._tokenize(opener[place:]), *self._tokenize(text)]
         return grammar if grammar.skip(tokens) else None
 
     def _tokenize(self, text: str) -> list[int]:
-        if text in self._vocabulary.added:
-            return [self._vocabulary.ids[text]]
         # Not tokenize_str: this is no thread for the model's own tokenizer.
         return self._vocabulary.tokenizer.greedy_tokenize(text) if text else []
 

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mlxsrv.prompts.grammars.specs import each_call, tool_grammar
-from mlxsrv.text.calls import Tools
+from mlxsrv.text.calls import Tools, WrittenCall
 from mlxsrv.text.formats import CALLS, THOUGHTS
 from mlxsrv.text.frames import FrameFormat
 from mlxsrv.text.marks import Marks
@@ -159,3 +159,15 @@ def test_a_call_that_a_model_may_make_follows_a_preamble(thought: str) -> None:
         constraint = compiled.constraint()
         drawn.feed(constraint, drawn.encode(f"{thought}{before}{call}"))
         assert drawn.allowed(constraint) == drawn.ends
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_its_grammar_begins_behind_the_opener_that_the_model_writes(name: str) -> None:
+    """Also where tokens are part of the opener, as in DeepSeek's and Kimi K3's."""
+    drawn, _ = model(name)
+    compiled = drawn.grammars.compile_call(each_call(list(TOOLS.items()), name), param="tools")
+    assert compiled is not None
+    written = CALLS[name].spell([WrittenCall("now", {})])
+    found = [each for each in compiled.grammar.openers if written.startswith(each)]
+    for opener in found:
+        assert compiled.begin_within(opener, "") is not None
