@@ -12,10 +12,9 @@ alternates between the two, and has the rules that hold in every format:
   command or a path that was cut and then closed looks right and does something else.
 - If a limit cuts a call off, the part that was written is sent: the name once it is certain, and
   the arguments so far. If the name is not certain, nothing is sent.
-- A call in a thought ends the thought, if it is whole and calls a tool of the request. Until then
-  it is held back; otherwise it is part of the thought.
-- A call of a tool that the request does not have is a call: the client answers it with an error,
-  from which the model learns. It is a fault for the log only.
+- A call in a thought ends it, if it is whole and calls a tool of the request. It is held until then.
+- A call of another tool is a call: the client answers it with an error, from which the model
+  learns. It is a fault for the log only.
 """
 
 from __future__ import annotations
