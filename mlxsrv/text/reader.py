@@ -12,9 +12,9 @@ alternates between the two, and has the rules that hold in every format:
   command or a path that was cut and then closed looks right and does something else.
 - If a limit cuts a call off, the part that was written is sent: the name once it is certain, and
   the arguments so far. If the name is not certain, nothing is sent.
-- A call in a thought ends it, if it is whole and calls a tool of the request. It is held until then.
+- A call in a thought ends it, if it is whole and calls a tool of the request. Until then it waits.
 - A call of another tool is a call: the client answers it with an error, from which the model
-  learns. It is a fault for the log only.
+  learns. It is a fault for the log.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ from mlxsrv.text.marks import SPELLED, Marks
 from mlxsrv.text.scan import Scanner
 from mlxsrv.text.stage import Stage
 
-# A text that was no call is read again for calls in it. Where it is longer, it is not: one that
-# opens call after call would be read as often.
+# A text that was no call is read again, up to so many: one may open call after call.
 _READ_AGAIN = 4096  # characters
 
 _UNFINISHED = (CallClosed("cut off by a limit"), CallClosed("never closed"))
