@@ -9,7 +9,6 @@ import resource
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import pytest
 from benchmarks.load import Load, prepare, run_streams
 from tests.support.client import CHAT, RawClient, answer, ask, chat
 from tests.support.fixtures import Folders
-from tests.support.serving import PATIENCE, Line, Server, serving, wait_for
+from tests.support.serving import PATIENCE, Server, serving, wait_for
 
 ROWS = 32
 TOKENS = 4
@@ -51,16 +50,16 @@ def descriptors(wanted: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_hundreds_at_once_are_served_in_their_order(folders: Folders, tmp_path: Path) -> None:
-    check_order(folders, tmp_path, 300)
+def test_hundreds_at_once_are_all_served(folders: Folders, tmp_path: Path) -> None:
+    check_crowd(folders, tmp_path, 300)
 
 
 @pytest.mark.long
-def test_a_thousand_at_once_are_served_in_their_order(folders: Folders, tmp_path: Path) -> None:
-    check_order(folders, tmp_path, 1000)
+def test_a_thousand_at_once_are_all_served(folders: Folders, tmp_path: Path) -> None:
+    check_crowd(folders, tmp_path, 1000)
 
 
-def check_order(folders: Folders, folder: Path, crowd: int) -> None:
+def check_crowd(folders: Folders, folder: Path, crowd: int) -> None:
     options = ["--max-concurrency", str(ROWS), "--max-queue", "2000"]
     with (
         descriptors(crowd + 200),
@@ -87,21 +86,8 @@ def check_order(folders: Folders, folder: Path, crowd: int) -> None:
         assert [sample.error for sample in samples if sample.error] == []
         assert {sample.text for sample in samples} == {expected}
         assert {sample.usage for sample in samples} == {TOKENS}
-        ended = wait_for(
-            lambda: lines if len(lines := server.log("request", path=CHAT)) > crowd else None,
-            why="all are logged",
-        )
-        came = sorted(ended, key=arrival)
-        begun = [line["request"] for line in server.log("stream start")]
-        moved = [abs(rank - begun.index(line["request"])) for rank, line in enumerate(came)]
-        # They come at the same time, and 16 threads make their prompts: the order is a rough one.
-        assert max(moved) < crowd / 2, "nobody is passed by half of those who came after"
+        wait_for(lambda: len(server.log("request", path=CHAT)) > crowd, why="all are logged")
         wait_for(lambda: idle(client), why="nothing is left")
-
-
-def arrival(line: Line) -> float:
-    """When a request came, by the line at its end."""
-    return datetime.fromisoformat(line["time"]).timestamp() - float(line["seconds"])
 
 
 def test_those_who_read_nothing_slow_nobody_and_hold_little(
