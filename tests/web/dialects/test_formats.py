@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -91,9 +92,11 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
 def test_a_call_in_each_format_is_the_same_in_all_dialects(client: TestClient, name: str) -> None:
     called = CALLED[:1] if name in ONE else CALLED
     asked = asking("Write it.", model=name, tools=[WRITE, NOW], limit=1000)
-    for spoken in DIALECTS.values():
-        for said in (spoken.ask(client, asked), spoken.stream(client, asked)):
-            assert said.text == ("" if name in NO_TEXT else "I write."), spoken.name
-            calls = [(call.name, call.arguments) for call in said.calls]
-            assert calls == [(call.name, call.arguments) for call in called], spoken.name
-            assert (said.finish, said.thoughts) == ("tool_calls", "")
+    asks = [ask for spoken in DIALECTS.values() for ask in (spoken.ask, spoken.stream)]
+    with ThreadPoolExecutor(len(asks)) as pool:
+        answers = list(pool.map(lambda ask: ask(client, asked), asks))
+    for said in answers:
+        assert said.text == ("" if name in NO_TEXT else "I write.")
+        calls = [(call.name, call.arguments) for call in said.calls]
+        assert calls == [(call.name, call.arguments) for call in called]
+        assert (said.finish, said.thoughts) == ("tool_calls", "")
