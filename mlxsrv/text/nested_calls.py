@@ -108,9 +108,18 @@ class _CallRules:
         if type.types == {"object"} and type.members and depth < _DEEPEST_RULES:
             return f"{self._members(type, depth + 1)} {self._sign}"
         if type.types == {"array"} and type.items is not None and depth < _DEEPEST_RULES:
-            return f"{self._element(_ITEM, type.items, depth + 1)}* {self._sign}"
+            item = self._element(_ITEM, type.items, depth + 1)
+            return f"({item}){_times(schema)} {self._sign}"
         definitions = {key: self._schema[key] for key in _DEFINITIONS if key in self._schema}
         return f"{self._lark.json({**definitions, **schema})} {self._sign}"
+
+
+def _times(schema: Any) -> str:
+    """Return how often an item of a list may come, in Lark."""
+    least, most = schema.get("minItems"), schema.get("maxItems")
+    if not isinstance(least, int) and not isinstance(most, int):
+        return "*"
+    return f"{{{least if isinstance(least, int) else 0},{most if isinstance(most, int) else ''}}}"
 
 
 class _Element:
