@@ -20,7 +20,15 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlxsrv.text.calls import CallFormat, CallReader, CallRules, Tools, ToolSchema, WrittenCall
+from mlxsrv.text.calls import (
+    CallFormat,
+    CallReader,
+    CallRules,
+    NotEnforceable,
+    Tools,
+    ToolSchema,
+    WrittenCall,
+)
 from mlxsrv.text.lark import Lark
 from mlxsrv.text.marks import Marks
 from mlxsrv.text.values import Argument, ArgumentTypes, escape
@@ -114,12 +122,19 @@ class _CallRules:
         return f"{self._lark.json({**definitions, **schema})} {self._sign}"
 
 
-def _times(schema: Any) -> str:
-    """Return how often an item of a list may come, in Lark."""
+def _times(schema: Mapping[str, Any]) -> str:
+    """Return how often an item of a list may come, in Lark.
+
+    Raises:
+        NotEnforceable: no list has so many.
+    """
     least, most = schema.get("minItems"), schema.get("maxItems")
-    if not isinstance(least, int) and not isinstance(most, int):
-        return "*"
-    return f"{{{least if isinstance(least, int) else 0},{most if isinstance(most, int) else ''}}}"
+    low = least if type(least) is int else 0
+    if type(most) is not int:
+        return f"{{{low},}}" if low else "*"
+    if low > most:
+        raise NotEnforceable(f"a list of at least {low} and at most {most} items")
+    return f"{{{low},{most}}}"
 
 
 class _Element:

@@ -62,7 +62,9 @@ def translate(spec: GrammarSpec, vocabulary: Mapping[str, int]) -> str:
         case "json_object":
             return _translate_json(_with_options(_ANY_OBJECT, spec.compact), spec, vocabulary)
         case "json_schema":
-            [schema] = _require([(_parse_schema(spec.text), spec.compact)], [""])
+            [schema], reasons = _prepare([(_parse_schema(spec.text), spec.compact)])
+            for reason in reasons.values():
+                raise GrammarRefused(reason)
             return _translate_json(schema, spec, vocabulary)
         case "choice":
             choices = msgspec.json.decode(spec.text, type=list[str])
@@ -133,24 +135,9 @@ def _parse_schema(text: str) -> JSONSchema:
         raise GrammarRefused(f"not a JSON schema: {error}") from None
 
 
-def _require(schemas: Sequence[tuple[JSONSchema, bool]], names: Sequence[str]) -> list[str]:
-    """Return schemas as `_prepare` does.
-
-    Args:
-        names: what the error calls each schema; empty for one that needs no name.
-
-    Raises:
-        GrammarRefused: one of them cannot be used, or they take too long together.
-    """
-    ready, reasons = _prepare(schemas)
-    for i, reason in sorted(reasons.items()):
-        raise GrammarRefused(f"{names[i]}: {reason}" if names[i] else reason)
-    return ready
-
-
 def _prepare(schemas: Sequence[tuple[JSONSchema, bool]]) -> tuple[list[str], dict[int, str]]:
     """Return schemas as JSON, ready for llguidance, and by index why some of them cannot be used.
-    In the place of those stands any object, or any JSON.
+    In the place of those stands any object, or any JSON. Equal ones are checked once.
 
     Args:
         schemas: each with whether its JSON has no whitespace.
@@ -158,6 +145,17 @@ def _prepare(schemas: Sequence[tuple[JSONSchema, bool]]) -> tuple[list[str], dic
     Raises:
         GrammarRefused: they take too long together.
     """
+    keys = [(msgspec.json.encode(schema), compact) for schema, compact in schemas]
+    each = dict(zip(keys, schemas, strict=True))
+    ready, reasons = _check([*each.values()])
+    numbers = {key: number for number, key in enumerate(each)}
+    places = [numbers[key] for key in keys]
+    failed = {i: reasons[number] for i, number in enumerate(places) if number in reasons}
+    return [ready[number] for number in places], failed
+
+
+def _check(schemas: Sequence[tuple[JSONSchema, bool]]) -> tuple[list[str], dict[int, str]]:
+    """Do the work of `_prepare`, for schemas of which no two are equal."""
     from llguidance import LLMatcher
 
     reasons: dict[int, str] = {}
@@ -215,19 +213,29 @@ def _depth(value: Any) -> int:
 
 
 def _translate_tools(spec: GrammarSpec, marks: Marks) -> str:
-    """Translate the grammar of an answer that is calls, or follows a schema instead."""
+    """Translate the grammar of an answer that is calls, or follows a schema instead.
+
+    Raises:
+        GrammarRefused: a schema cannot be used, or the format cannot hold a tool.
+    """
     calls = msgspec.json.decode(spec.text, type=ToolGrammar)
-    asked = [(name, {**schema, "type": "object"}, False) for name, schema in calls.tools]
-    if calls.otherwise is not None:
-        asked.append(("schema", {**calls.otherwise}, spec.compact))
-    ready = _require([each[1:] for each in asked], [name for name, _, _ in asked])
-    for name, reason in _find_unheld(calls).items():
+    parts = _list_parts(calls)
+    for name, reason in parts.unheld.items():
         raise GrammarRefused(f"{name}: {reason}")
-    lark = Lark(marks, _prepare_parts(calls, marks))
+    names = [name for name, _ in calls.tools]
+    asked = [({**schema, "type": "object"}, False) for _, schema in calls.tools]
+    if calls.otherwise is not None:
+        names.append("schema")
+        asked.append(({**calls.otherwise}, spec.compact))
+    ready, reasons = _prepare([*asked, *((schema, False) for schema in parts.schemas)])
+    for i in sorted(reasons.keys() & range(len(asked))):
+        raise GrammarRefused(f"{names[i]}: {reasons[i]}")
+    lark = Lark(marks, parts.finder(ready[len(asked) :]))
     rules = _rules(calls, lark)
     start = lark.rule(rules.many if calls.many else rules.one)
     if calls.otherwise is not None:
-        start = lark.choice([start, _answer(f"%json {ready[-1]}", spec.thoughts, lark)])
+        answer = _answer(f"%json {ready[len(asked) - 1]}", spec.thoughts, lark)
+        start = lark.choice([start, answer])
     return lark.grammar(f"{_thoughts(spec.thoughts, lark)} {start}")
 
 
@@ -238,12 +246,15 @@ def _translate_call(spec: GrammarSpec, marks: Marks) -> str:
     any JSON, or the tool has any arguments, and the other tools are held all the same.
     """
     calls = msgspec.json.decode(spec.text, type=ToolGrammar)
-    unheld = _find_unheld(calls)
-    for name, reason in unheld.items():
-        log(_log, logging.WARNING, "tool schema not enforced", tool=name, reason=reason)
-    tools = [(name, {} if name in unheld else schema) for name, schema in calls.tools]
-    calls = msgspec.structs.replace(calls, tools=tools)
-    lark = Lark(marks, _prepare_parts(calls, marks))
+    parts = _list_parts(calls)
+    if unheld := parts.unheld:
+        tools = [(name, {} if name in unheld else schema) for name, schema in calls.tools]
+        calls = msgspec.structs.replace(calls, tools=tools)
+        parts = _list_parts(calls)
+    ready, failed = _prepare([(schema, False) for schema in parts.schemas])
+    for tool, reason in [*unheld.items(), *((parts.tools[i], why) for i, why in failed.items())]:
+        log(_log, logging.WARNING, "tool schema not enforced", tool=tool, reason=reason)
+    lark = Lark(marks, parts.finder(ready))
     rules = _rules(calls, lark)
     if openers := list_openers(calls.calls, rules.behind):
         return lark.grammar(
@@ -255,57 +266,56 @@ def _translate_call(spec: GrammarSpec, marks: Marks) -> str:
     return lark.grammar(f"{_thoughts(spec.thoughts, lark)} {lark.choice([called, free])}")
 
 
-def _find_unheld(calls: ToolGrammar) -> dict[str, str]:
-    """Return by name why calls of some tools cannot be held to the schema in the model's format: a
-    name cannot stand in it, or a text's bounds cannot be used.
+class _Parts(msgspec.Struct, frozen=True):
+    """The schemas that the rules of some calls need: those of values, or of all arguments.
+
+    Attributes:
+        schemas: each once, with `tools` of the same number: the tool that needs it.
+        unheld: by the names of tools, why the format cannot hold their calls to their schemas: a
+            name cannot stand in it, or a text's bounds cannot be used.
+    """
+
+    schemas: list[JSONSchema]
+    tools: list[str]
+    unheld: dict[str, str]
+
+    def finder(self, ready: Sequence[str]) -> Callable[[Mapping[str, Any]], str]:
+        """Return what finds a schema among those that are ready for llguidance."""
+        found = dict(zip(map(msgspec.json.encode, self.schemas), ready, strict=True))
+        return lambda schema: found[msgspec.json.encode(schema)]
+
+
+def _list_parts(calls: ToolGrammar) -> _Parts:
+    """List the schemas that the rules of calls need, tool by tool.
 
     Raises:
-        GrammarRefused: they take too long together.
+        GrammarRefused: bounds of texts take too long together.
     """
-    reasons: dict[str, str] = {}
+    parts: dict[bytes, tuple[JSONSchema, str]] = {}
+    unheld: dict[str, str] = {}
     bounded: dict[str, str] = {}
     for name, schema in calls.tools:
-        whole = {**schema, "type": "object"}
-        parts: list[Mapping[str, Any]] = []
+        needed: list[JSONSchema] = []
 
-        def note(part: Mapping[str, Any], parts: list[Mapping[str, Any]] = parts) -> str:
-            parts.append(part)
+        def note(part: Mapping[str, Any], needed: list[JSONSchema] = needed) -> str:
+            needed.append({**part})
             return "{}"
 
         lark = Lark(SPELLED, note)
         try:
             rules = CALLS[calls.calls].rules([(name, schema)], lark)
         except NotEnforceable as error:
-            reasons[name] = str(error)
+            unheld[name] = str(error)
             continue
-        if whole not in parts and any(bound in json.dumps(schema) for bound in _TEXT_BOUNDS):
+        for part in needed:
+            parts.setdefault(msgspec.json.encode(part), (part, name))
+        whole = {**schema, "type": "object"} in needed
+        if not whole and any(bound in json.dumps(schema) for bound in _TEXT_BOUNDS):
             bounded[name] = _lark_grammar(lark.grammar(rules.one))
     failed = find_failures([*bounded.values()]) if bounded else {}
-    return reasons | {name: failed[i] for i, name in enumerate(bounded) if i in failed}
-
-
-def _prepare_parts(calls: ToolGrammar, marks: Marks) -> Callable[[Mapping[str, Any]], str]:
-    """Prepare the schemas that the rules of some calls need, all at once: those of values, or of
-    all arguments. One that cannot be used is any JSON, and the log says so.
-
-    Raises:
-        GrammarRefused: the format cannot be held, or they take too long together.
-    """
-    asked: dict[bytes, tuple[JSONSchema, str]] = {}
-    tool = ""
-
-    def note(schema: Mapping[str, Any]) -> str:
-        asked.setdefault(msgspec.json.encode(schema), ({**schema}, tool))
-        return "{}"
-
-    for tool, schema in calls.tools:
-        _rules(msgspec.structs.replace(calls, tools=[(tool, schema)]), Lark(marks, note))
-    ready, reasons = _prepare([(schema, False) for schema, _ in asked.values()])
-    for i, (_, name) in enumerate(asked.values()):
-        if i in reasons:
-            log(_log, logging.WARNING, "tool schema not enforced", tool=name, reason=reasons[i])
-    prepared = dict(zip(asked, ready, strict=True))
-    return lambda schema: prepared[msgspec.json.encode(schema)]
+    unheld |= {name: failed[i] for i, name in enumerate(bounded) if i in failed}
+    schemas, tools = [part for part, _ in parts.values()], [tool for _, tool in parts.values()]
+    return _Parts(schemas, tools, unheld)
 
 
 def list_openers(calls: str, behind: Container[str]) -> list[str]:
