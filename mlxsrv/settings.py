@@ -311,7 +311,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         bool,
         Meta(
             description="Hold every tool call that a model starts to the schema of its tool, also "
-            "with tool_choice auto (extra structured; models that call tools in JSON)."
+            "with tool_choice auto (extra structured)."
         ),
     ] = False
     tool_format: Annotated[

@@ -7,6 +7,7 @@ since nobody has looked at its loops.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -47,6 +48,10 @@ _TOOLS = [
 ]
 _QUESTION: Messages = [{"role": "user", "content": "?"}]
 
+_TAGS = re.compile(r"\{[{%].*?[%}]\}", re.DOTALL)
+_LITERALS = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
+_TOOLS_VARIABLE = re.compile(r"(?<![\w.])tools\b")
+
 _SCRIPT = Path(__file__).with_name("template_process.py")
 
 
@@ -68,6 +73,13 @@ def template_texts(wrapper: Any) -> Sequence[str]:
     named = template if isinstance(template, dict) else {"default": template}
     texts = (named.get(name) for name in ("tool_use", "default"))
     return [text for text in texts if isinstance(text, str)]
+
+
+def names_tools(template: str) -> bool:
+    """Whether a template in Jinja uses the variable `tools`. The word may also stand in its text,
+    or be a part of another variable's name."""
+    code = (_LITERALS.sub("", tag[0]) for tag in _TAGS.finditer(template))
+    return any(_TOOLS_VARIABLE.search(each) for each in code)
 
 
 class ChatTemplate:
@@ -107,11 +119,7 @@ class ChatTemplate:
     @property
     def takes_tools(self) -> bool:
         """Whether it may write tools. Code takes what every other template takes."""
-        return self.has_variable("tools") or (self.exists and not self.is_text)
-
-    def has_variable(self, name: str) -> bool:
-        """Whether a variable of this name may stand in the template."""
-        return any(name in text for text in self._texts)
+        return any(map(names_tools, self._texts)) or (self.exists and not self.is_text)
 
     def reserved(self, names: Iterable[str]) -> list[str]:
         """Return those of `names` that are parameters of rendering, not variables of a template.

@@ -19,6 +19,7 @@ from mlxsrv.generation.spec import (
     TextPrompts,
     ToolSpec,
 )
+from mlxsrv.prompts.chat_template import names_tools
 from mlxsrv.prompts.constraints import ConstraintSpec, chat_constraint, text_constraint
 from mlxsrv.prompts.encoding import TokenBudget
 from mlxsrv.prompts.messages import Chat, plain_message, plain_tool
@@ -171,7 +172,7 @@ def _make_chat(
 
 def _takes_tools(asked: ChatPrompt, tokenizer: Tokenizer) -> bool:
     if asked.template is not None:
-        return "tools" in asked.template
+        return names_tools(asked.template)
     return tokenizer.chat_template.takes_tools
 
 
@@ -271,7 +272,7 @@ def _last_tokens(spec: GenerationSpec, tokenizer: Tokenizer) -> int | None:
 
 def _prepared(constraint: ConstraintSpec | None, tokenizer: Tokenizer) -> ConstraintSpec | None:
     """Derive what compiling the constraint needs of the tokenizer; None if it cannot be used, and
-    the request did not ask for it."""
+    only calls that the model makes by itself would follow it."""
     if constraint is None:
         return None
     try:
@@ -279,7 +280,8 @@ def _prepared(constraint: ConstraintSpec | None, tokenizer: Tokenizer) -> Constr
     except UnsupportedParameter as error:
         if not constraint.calls_only:
             raise
-        tokenizer.enforces_calls = False  # the request did not ask for it
+        # Also if a tool is strict: SDKs say so by themselves, and an answer is better than a 400.
+        tokenizer.enforces_calls = False
         tokenizer.log_once("tool grammar has no effect", reason=error.message)
         return None
     return constraint

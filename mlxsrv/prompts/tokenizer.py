@@ -88,6 +88,7 @@ class Tokenizer:
         grammars: compiles grammars for answers.
         formats: those of its thoughts and calls.
         marks: the markers of these.
+        think_end: the tokens at which a thought ends.
         turn_ends: tokens that end an answer in a chat: `end_tokens`, those of the model's formats,
             and the one that the chat template ends turns with.
         vocabulary: the width of the model's logits.
@@ -145,12 +146,10 @@ class Tokenizer:
             calls={token: sign for token, sign in shown.items() if token not in framed},
         )
         # The device thread needs these, and is no thread for the model's own tokenizer.
-        end = thoughts.thought[1] or thoughts.close.strip()
-        self._closing = tuple(self.token_ids(thoughts.close, special=False))
-        before, _, behind = thoughts.close.partition(end) if end else ("", "", "")
-        bound = before + end if behind.strip() else thoughts.close
-        self._bound_closing = tuple(self.token_ids(bound, special=False))
-        self._think_end = tuple(self.token_ids(end, special=False))
+        self.think_end, self._closing, self._bound_closing = (
+            tuple(self.token_ids(text, special=False))
+            for text in (thoughts.ending, thoughts.close, thoughts.bound_close)
+        )
         self._checkpoints = CheckpointFinder(self.chat_template, self._encoder, self.turn_ends)
         self.defaults = sampling_defaults(generation)
         self.vocabulary = vocabulary_size(config) or len(self._wrapper)
@@ -190,11 +189,6 @@ class Tokenizer:
     def strips_first_space(self) -> bool:
         """Whether the tokenizer writes a space before each text, which is not part of it."""
         return self._texts.strips_first_space
-
-    @property
-    def think_end(self) -> tuple[int, ...]:
-        """The tokens at which a thought ends."""
-        return self._think_end
 
     def make_constraint(self, grammar: Grammar) -> Constraint:
         """Return the constraint of one answer, which begins with it.

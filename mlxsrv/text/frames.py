@@ -75,6 +75,18 @@ class FrameFormat(ABC):
     answer: tuple[str, str] = ("", "")
     preamble: tuple[str, str] = ("", "")
 
+    @property
+    def ending(self) -> str:
+        """The text at which a thought ends, spelled."""
+        return self.thought[1] or self.close.strip()
+
+    @property
+    def bound_close(self) -> str:
+        """The part of `close` up to the end of the thought, where more follows: a grammar of the
+        whole answer says itself what comes then, such as a header."""
+        before, end, behind = self.close.partition(self.ending) if self.ending else ("", "", "")
+        return before + end if behind.strip() else self.close
+
     @abstractmethod
     def frame(self, marks: Marks, *, thinking: bool, prompt: str = "") -> Frame:
         """Return the frame of one answer.

@@ -14,6 +14,7 @@ from mlx_lm.utils import load_tokenizer
 from mlxsrv.errors import InvalidRequest, UnsupportedParameter
 from mlxsrv.formats.model_folder import describe_model
 from mlxsrv.prompts import sandbox
+from mlxsrv.prompts.chat_template import names_tools
 from mlxsrv.prompts.encoding import Truncation
 from mlxsrv.prompts.messages import Chat
 from mlxsrv.prompts.tokenizer import Tokenizer
@@ -350,3 +351,19 @@ def test_of_two_texts_the_longer_is_cut(folder: Path) -> None:
         assert ours.pair_ids(one, other, truncation=Truncation(20, "right"))[0] == expected
 
     assert_linear(cut, 3000)
+
+
+@pytest.mark.parametrize(
+    ("template", "takes"),
+    [
+        ("{% if tools %}{{ tools | tojson }}{% endif %}", True),
+        ("{%- for tool in tools -%}{{ tool }}{%- endfor %}", True),
+        ("{{ render(tools) }}", True),
+        ("You have <tools> here.{{ messages }}", False),
+        ("{% if xml_tools %}{{ xml_tools }}{% endif %}", False),
+        ("{{ 'the tools' ~ \"tools\" }}", False),
+        ("{{ message.tools }}", False),
+    ],
+)
+def test_a_template_takes_tools_if_it_uses_the_variable(template: str, takes: bool) -> None:
+    assert names_tools(template) == takes

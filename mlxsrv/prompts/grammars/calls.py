@@ -1,10 +1,10 @@
-"""Tool calls that a model may make, each held to a grammar from its opening marker on.
+"""Tool calls that a model may make, each held to a grammar from its opener on.
 
 Until the model opens a call its row is free, and the constraint is dormant: it only reads the text,
-through the same stages as the answer's own text. So a marker in a think block opens no call, and
-one that is spelled with several tokens does. When a call is over, the constraint is dormant again.
+through the same stages as the answer's own text. So an opener in a thought opens no call, and one
+that is spelled with several tokens does. When a call is over, the constraint is dormant again.
 
-A token may write the end of the marker and more, such as ">(" after "<tool_call". Where it might
+A token may write the end of an opener and more, such as ">(" after "<tool_call". Where it might
 come, those are forbidden with which no call can begin.
 """
 
@@ -26,8 +26,8 @@ class CallConstraint:
     """The calls of one answer.
 
     Args:
-        grammar: that of one call, for a model whose calls open with the grammar's marker.
-        text: the stages that part the answer's content, with markers of calls, from its thoughts.
+        grammar: that of the calls, each with its opener.
+        text: the stages that part the answer's content, with openers in it, from its thoughts.
         hidden: tokens that are markers wherever they stand, so no call may have them.
         headers: openers by what the frame gives for a header in their place.
     """
