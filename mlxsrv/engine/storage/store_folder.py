@@ -7,9 +7,9 @@ Several processes may use one folder, and each may end at any moment:
 - A file is written under another name and renamed, so it is there whole or not at all. Whoever
   writes holds a lock on the unfinished file, which ends with the process: an unfinished file
   without a lock is removed by the next scan. Nothing waits for a lock.
-- A file that has vanished is a miss. Both processes see what the other has done to a folder by its
-  time of change, and count it before they write; so the bound holds for all of them together, but
-  for the one file that each is writing.
+- A file that has vanished is a miss. Each process looks what files there are before it writes one;
+  so the bound holds for all of them together, but for the one file that each is writing. (A
+  folder's time of change does not tell: a change of one's own would hide another's.)
 - Files are not forced to the disk. What a loss of power leaves half written has a wrong checksum.
 
 Folders of other names or other users, links, and files without our suffix are never touched.
@@ -25,7 +25,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -37,7 +37,6 @@ from mlxsrv.engine.storage.stored_names import SUFFIX, StoredName, parse_name
 _PREFIX = "kv-"
 _FOLDER = re.compile(r"kv-[0-9a-f]{32}")
 _UNFINISHED = f"{SUFFIX}-unfinished"
-_RESCAN_SECONDS = 10.0  # how late a change may be seen that came in the same tick as one of ours
 _SPARE = 50  # of the bound, one part goes beside what has to, so that not every write removes files
 
 
@@ -56,7 +55,6 @@ class StoredFiles:
         ends: how many files end at each place of a text.
         children: files by the digest of the tokens before theirs.
         bytes: of all files.
-        changed: the folder's time of change when it was last looked at.
     """
 
     def __init__(self, path: Path) -> None:
@@ -65,8 +63,6 @@ class StoredFiles:
         self.ends: dict[int, int] = {}
         self.children: dict[bytes, tuple[StoredName, ...]] = {}
         self.bytes = 0
-        self.changed = -1
-        self.scanned = 0.0
 
     def put(self, name: str, size: int, used: int) -> None:
         """Note that a file is there."""
@@ -124,7 +120,7 @@ class StoreFolder:
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         held = self._find_files(f"{_PREFIX}{fingerprint}")
         self._make(held)
-        self.refresh(all_of_them=True)
+        self.refresh()
         self._make_room(0)
         return held
 
@@ -147,8 +143,8 @@ class StoreFolder:
 
     # What there is.
 
-    def refresh(self, *, all_of_them: bool = False) -> None:
-        """Look at the folders that were changed by somebody else since; or at all of them.
+    def refresh(self) -> None:
+        """Look what files there are now: others write and remove them, too.
 
         Raises OSError if the directory cannot be read.
         """
@@ -156,32 +152,15 @@ class StoreFolder:
         with suppress(FileNotFoundError), os.scandir(self.path) as entries:
             found = [entry for entry in entries if _FOLDER.fullmatch(entry.name)]
             names = {entry.name for entry in found if _is_own(entry)}
-        for gone in self._stored.keys() - names:
-            for name in list(self._stored[gone].files):
-                self._stored[gone].take(name)
-        now = time.monotonic()
-        for name in names:
+        for name in names | self._stored.keys():
             held = self._find_files(name)
-            late = now - held.scanned > _RESCAN_SECONDS
-            if all_of_them or late or _changed(held.path) != held.changed:
-                held.scanned = now
-                self._scan(held)
-
-    def _scan(self, held: StoredFiles) -> None:
-        held.changed = _changed(held.path)
-        there: set[str] = set()
-        for name, status in _list(held.path):
-            if name.endswith(_UNFINISHED):
-                _remove_abandoned(held.path / name)
-                continue
-            there.add(name)
-            known = held.files.get(name)
-            if known is None or known.size != status.st_size:
-                held.put(name, status.st_size, status.st_mtime_ns)
-            else:
-                known.used = max(known.used, status.st_mtime_ns)
-        for name in held.files.keys() - there:
-            held.take(name)
+            there = _list(held.path) if name in names else {}
+            for gone in held.files.keys() - there.keys():
+                held.take(gone)
+            for new in there.keys() - held.files.keys():
+                with suppress(FileNotFoundError):
+                    status = there[new].stat(follow_symlinks=False)
+                    held.put(new, status.st_size, status.st_mtime_ns)
 
     # Reading.
 
@@ -229,7 +208,6 @@ class StoreFolder:
         held.take(name.file)
         with suppress(OSError):
             os.unlink(held.path / name.file)
-        held.changed = _changed(held.path)
 
     # Writing.
 
@@ -279,7 +257,6 @@ class StoreFolder:
             raise
         finally:
             os.close(descriptor)
-            held.changed = _changed(held.path)
         held.put(name.file, size, time.time_ns())
         return size
 
@@ -314,7 +291,6 @@ class StoreFolder:
         except OSError:
             return
         held.take(name)
-        held.changed = _changed(held.path)
         if not held.files:
             with suppress(OSError):
                 os.rmdir(held.path)
@@ -338,23 +314,16 @@ def _is_own_folder(status: os.stat_result) -> bool:
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
 
 
-def _changed(path: Path) -> int:
-    try:
-        return os.stat(path).st_mtime_ns
-    except OSError:
-        return -1
-
-
-def _list(path: Path) -> Iterator[tuple[str, os.stat_result]]:
-    """The regular files of a folder with our suffixes."""
+def _list(path: Path) -> dict[str, os.DirEntry[str]]:
+    """The whole files of a folder, by name. What an ended process left unfinished is removed."""
+    there: dict[str, os.DirEntry[str]] = {}
     with suppress(FileNotFoundError), os.scandir(path) as entries:
         for entry in entries:
-            if not entry.name.endswith((SUFFIX, _UNFINISHED)):
-                continue
-            with suppress(FileNotFoundError):
-                status = entry.stat(follow_symlinks=False)
-                if stat.S_ISREG(status.st_mode):
-                    yield entry.name, status
+            if entry.name.endswith(_UNFINISHED):
+                _remove_abandoned(path / entry.name)
+            elif entry.name.endswith(SUFFIX) and entry.is_file(follow_symlinks=False):
+                there[entry.name] = entry
+    return there
 
 
 def _remove_abandoned(path: Path) -> None:

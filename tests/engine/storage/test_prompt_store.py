@@ -20,6 +20,7 @@ from mlx_lm.utils import load_model
 from mlxsrv.engine.cache.host_arrays import CacheBuilder, describe_kind, share
 from mlxsrv.engine.cache.kv_caches import KVCacheFactory
 from mlxsrv.engine.cache.row_cache import RowCache
+from mlxsrv.engine.patches.attention import patch_attention
 from mlxsrv.engine.storage.prompt_store import (
     Abandoned,
     FetchedCache,
@@ -54,6 +55,7 @@ def factory(kind: str) -> KVCacheFactory:
     family, _, option = kind.partition(" ")
     found = model(family)
     if option == "quantized":
+        patch_attention()  # as a load does
         return KVCacheFactory(found, group=32, bits=8)
     if option == "bounded":
         return KVCacheFactory(found, max_size=64)
@@ -244,7 +246,7 @@ def test_another_fingerprint_is_a_miss(tmp_path: Path) -> None:
     assert other.store.count_stored(tokens) == 0
     for file in place.files:  # even where somebody has copied them
         os.link(file, other.held.path / file.name)
-    other.folder.refresh(all_of_them=True)
+    other.folder.refresh()
     assert other.store.count_stored(tokens) == tokens.size
     assert other.fetch(tokens) is None
 
@@ -401,6 +403,25 @@ def test_the_bound_is_for_all_fingerprints(tmp_path: Path) -> None:
         new.write(text(CHUNK, seed=seed))
         assert size(tmp_path) <= 4 * each + each // 2
     assert not old.held.path.exists()
+
+
+def test_the_bound_holds_for_two_that_write_by_turns(tmp_path: Path) -> None:
+    """Each counts what the other has written while its own file was not yet whole."""
+    Place(tmp_path / "other").write(text(CHUNK))
+    most = 4 * size(tmp_path / "other")
+    one, two = (Place(tmp_path / "shared", most_bytes=most) for _ in range(2))
+    for turn in range(4):
+        tokens = text(CHUNK, seed=100 + turn)
+        shared = share(read("qwen3", tokens), cuts=True)
+        writing = one.store.write(tokens, shared.cache, Abandoned(), lambda counts: None)
+        next(writing)
+        for seed in range(4):
+            two.write(text(CHUNK, seed=10 * turn + seed))
+        for _ in writing:
+            pass
+        assert size(tmp_path / "shared") <= most * 5 / 4, "but for the file that was being written"
+        one.write(text(CHUNK, seed=200 + turn))
+        assert size(tmp_path / "shared") <= most
 
 
 def test_a_prompt_larger_than_the_bound_is_not_written(tmp_path: Path) -> None:
