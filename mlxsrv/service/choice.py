@@ -235,13 +235,15 @@ class Choice:
         return [TextPiece(self.index, "content", echo, scores)]
 
     def _read_scored(self, tokens: list[int], scores: Scores) -> list[Output]:
-        """As `collect`, one token at a time: each is content, a thought, or part of a tool call."""
+        """As `collect`, one token at a time: each is content, a thought, part of a tool call, or a
+        marker with its header."""
         outputs: list[Output] = []
         likelihoods, self._likelihoods = self._likelihoods, []
         for token, likelihood in zip(tokens, likelihoods, strict=True):
             inside = self.pipeline.aside
             pieces = self.pipeline.feed([token])
-            if inside or self.pipeline.aside:
+            vanishes = token in scores.markers and not pieces
+            if inside or vanishes or self.pipeline.aside:
                 outputs += self._outputs(pieces)  # text that waited may be the end of the content
                 outputs += self._extra(scores.leave())
             else:

@@ -92,6 +92,7 @@ class ChoiceFactory:
             strips_space=self.spec.is_chat and self.tokenizer.strips_first_space,
             every=not self.spec.is_chat,
             ends=self.tokenizer.turn_ends,
+            markers=self.tokenizer.marks.tokens if self.spec.is_chat else (),
             numbered=self.spec.names_ids,
         )
 

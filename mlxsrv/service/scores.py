@@ -28,6 +28,7 @@ class Scores:
             that. They also name alternatives: the token itself is one of them, and each has
             a name of its own.
         ends: tokens that end answers. One that is ignored has its name in the scores.
+        markers: tokens that are a whole marker of the model's formats.
         numbered: whether tokens are named by their ids.
     """
 
@@ -39,8 +40,10 @@ class Scores:
         strips_space: bool,
         every: bool = False,
         ends: Collection[int] = (),
+        markers: Collection[int] = (),
         numbered: bool = False,
     ) -> None:
+        self.markers = markers
         self._token_bytes = token_bytes
         self._spelling = spelling
         self._every = every
@@ -70,8 +73,8 @@ class Scores:
         self._waiting.append((self._seen, self._score(token, data, likelihood, named=named)))
 
     def leave(self) -> tuple[TokenScore, ...]:
-        """The last tokens are a marker, a thought or a tool call, and no content. Returns the score
-        of the token in which the content ended, if it ended within one."""
+        """The last tokens are a marker, a header, a thought or a tool call, and no content. Returns
+        the score of the token in which the content ended, if it ended within one."""
         self._after_block = True
         return self.discard_waiting()
 

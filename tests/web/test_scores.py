@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from mlx_lm.utils import load_model, load_tokenizer
 
+from mlxsrv.text.thoughts import FRAME_FORMATS
 from tests.support.client import (
     CHAT,
     COMPLETIONS,
@@ -32,6 +33,7 @@ from tests.support.fixtures import Folders
 from tests.support.scripted import cut, spell, write_scripted
 from tests.support.serving import Server, serving
 from tests.support.tiny import MARKER_TOKENS, Array, make_tokenizer
+from tests.support.turns import write_turns
 
 TEXT = "The quick brown fox"
 NEAR = 1e-3
@@ -443,3 +445,33 @@ def test_the_demo_writes_characters_in_pieces(server: Server, client: httpx.Clie
     assert written(content).decode() == answer(ask(client, body))
     assert any("\ufffd" in token["token"] for token in content)
     assert written(streamed_scores(client, body)["content"]) == written(content)
+
+
+# Formats whose answers have headers or wrappers.
+
+FRAMED = {
+    "harmony": "<|channel|>analysis<|message|>Hm.<|end|>"
+    "<|start|>assistant<|channel|>final<|message|>{}<|return|>",
+    "kimi_k3": "<|open|>think<|sep|>Hm.<|close|>think<|sep|>"
+    "<|open|>response<|sep|>{}<|close|>response<|sep|>",
+    "muse": " to=self<|message|>Hm.<|eom|><|start|>assistant to=user<|message|>{}<|eot|>",
+    "command": "<|START_THINKING|>Hm.<|END_THINKING|><|START_RESPONSE|>{}<|END_RESPONSE|>",
+    "hunyuan": "<think>Hm.</think>\n<answer>\n{}\n</answer>",
+    "response": "<think>Hm.</think><response>{}</response>",
+}
+"""Answers with their thoughts, by formats of thoughts."""
+
+
+def test_neither_headers_nor_wrappers_have_scores(tmp_path: Path) -> None:
+    options = ["--trust-remote-code"]
+    formats = {each.name: each for each in FRAME_FORMATS}
+    for name, form in FRAMED.items():
+        turns = {"true": form.format(SPOKEN)}
+        folder = write_turns(tmp_path / name, turns, template="x", markers=formats[name].marks)
+        options += ["--model", f"{name}={folder}", "--thinking-format", f"{name}={name}"]
+    with serving(tmp_path, *options) as server, server.client() as client:
+        for name in FRAMED:
+            body = chat(model=name, logprobs=True, max_tokens=500)
+            content = scores(ask(client, body))["content"]
+            assert written(content).decode() == SPOKEN, name
+            assert streamed_scores(client, body)["content"] == content, name
