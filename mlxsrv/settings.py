@@ -31,9 +31,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     model: Annotated[
         tuple[str, ...],
         Meta(
-            description="Model to serve: a folder, a Hugging Face id, or demo. NAME=MODEL gives it "
-            "a name, MODEL+ADAPTER_DIR adds a LoRA adapter. Repeatable; the first is the default "
-            "model. Without this option: the built-in demo.",
+            description="Model to serve: a folder, a Hugging Face id, or demo (built in, and the "
+            "default). NAME=MODEL gives it a name; MODEL+ADAPTER_DIR adds a LoRA adapter. "
+            "Repeatable; the first is the default model.",
             extra={"metavar": "[NAME=]ID_OR_PATH[+ADAPTER_DIR]"},
         ),
     ] = ()
@@ -45,25 +45,25 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = ()
     hf_cache: Annotated[
-        bool, Meta(description="Serve the models in the Hugging Face cache as well.")
+        bool, Meta(description="Serve the models in the Hugging Face cache, too.")
     ] = True
     allow_download: Annotated[
-        bool, Meta(description="Let a request for an unknown ORG/NAME download it.")
+        bool, Meta(description="Download a model when a request asks for an unknown ORG/NAME.")
     ] = False
     model_alias: Annotated[
         tuple[str, ...],
         Meta(
-            description="Answer requests for models that match PATTERN, such as claude-*, with the "
-            "model NAME. PATTERN is as in a shell; a served model keeps its own name; of several "
-            "patterns, the first that matches decides. Repeatable.",
+            description="Answer requests for names that match PATTERN, such as claude-*, with the "
+            "model NAME. A served model keeps its own name; the first matching pattern counts. "
+            "Repeatable.",
             extra={"metavar": "PATTERN=NAME"},
         ),
     ] = ()
     any_model: Annotated[
         bool,
         Meta(
-            description="Answer a request for an unknown model with the default model. Then no "
-            "request downloads a model by its name."
+            description="Answer requests for unknown models with the default model, and download "
+            "none for them."
         ),
     ] = False
     preload: Annotated[
@@ -83,50 +83,51 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     max_models: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(
-            description="Most models loaded at once. The least recently used idle one goes first."
+            description="Keep at most N models loaded; the one idle longest is unloaded first.",
+            extra={"metavar": "N"},
         ),
     ] = None
     memory_limit: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(
-            description="Memory for the weights of all loaded models, for the KV caches of running "
-            "requests and for cached prompts together. "
-            "Default: 90% of the working set that Metal recommends; on CUDA 81% of the card, or "
-            "90% of what others leave of it if that is less; else 75% of RAM.",
+            description="Memory for everything: the weights of all loaded models, the KV caches "
+            "of running requests, and cached prompts. Default: 90% of the working set that Metal "
+            "recommends; on CUDA 81% of the card, or 90% of its free memory if that is less; else "
+            "75% of RAM.",
             extra=_BYTES,
         ),
     ] = None
     mlx_cache_limit: Annotated[
         Annotated[int, Meta(ge=0)] | None,
         Meta(
-            description="Freed buffers that MLX may keep for later use, beside --memory-limit; 0: "
-            "none. Default: 5% of the working set, of the card or of RAM, or MLX's own limit if "
-            "that is less.",
+            description="Memory for freed buffers that MLX keeps for reuse, on top of "
+            "--memory-limit; 0: none. Default: 5% of the working set, of the card or of RAM, or "
+            "MLX's own limit if that is less.",
             extra=_BYTES,
         ),
     ] = None
     wire_memory: Annotated[
         bool,
         Meta(
-            description="Keep what MLX uses wired, so that macOS never swaps or compresses it. "
-            "Some Macs panic under it when several requests run."
+            description="Wire MLX's memory, so that macOS never swaps or compresses it. Some Macs "
+            "panic under it when several requests run."
         ),
     ] = False
     idle_timeout: Annotated[
         Annotated[float, Meta(gt=0)] | None,
-        Meta(description="Unload a model that nobody has used for this many seconds."),
+        Meta(description="Unload a model after so many seconds without a request."),
     ] = None
     max_context: Annotated[
         Annotated[int, Meta(ge=1)] | None,
-        Meta(description="Upper bound for the context of every model, in tokens."),
+        Meta(description="Longest context of any model, in tokens."),
     ] = None
     draft_model: Annotated[
         tuple[str, ...],
         Meta(
-            description="Small model that proposes tokens for MODEL (for the default model if none "
-            "is named); MODEL checks several in one step. Used while one request runs and while "
-            "that is faster. `ngram` needs no model: it proposes the tokens that followed the same "
-            "tokens earlier in the text, for all requests that run. Repeatable.",
+            description="Speculative decoding: a small model that proposes tokens, which MODEL "
+            "checks in one step. It is used while one request runs and while it is faster. "
+            "`ngram` needs no second model: it proposes what followed the same tokens earlier in "
+            "the text. Without MODEL: for the default model. Repeatable.",
             extra={"metavar": "[MODEL=]ID_OR_PATH|ngram"},
         ),
     ] = ()
@@ -141,32 +142,32 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Meta(
             ge=0,
-            description="Tokens at the beginning of each text that --kv-bits leaves as they are.",
+            description="Tokens at the beginning of each text that --kv-bits leaves unquantized.",
             extra={"metavar": "TOKENS"},
         ),
     ] = 512
     max_kv_size: Annotated[
         Annotated[int, Meta(ge=16)] | None,
         Meta(
-            description="Most tokens that a KV cache keeps: the first four, and the last "
-            "TOKENS - 4.",
+            description="Longest KV cache of a request, in tokens: it keeps the first four and "
+            "the last TOKENS - 4.",
             extra={"metavar": "TOKENS"},
         ),
     ] = None
     trust_remote_code: Annotated[
-        bool, Meta(description="Run Python code that comes with a model's files.")
+        bool, Meta(description="Run Python code from a model's files.")
     ] = False
     allow_chat_template: Annotated[
         bool,
         Meta(
-            description="Let a request bring its own chat_template. It runs in a process of its "
-            "own, for at most 5 s, and with at most 4 GiB on Linux: for trusted clients only."
+            description="Let a request bring its own chat_template, for trusted clients only. It "
+            "runs in a separate process, for at most 5 s, and on Linux with at most 4 GiB."
         ),
     ] = False
     sae_dir: Annotated[
         tuple[str, ...],
         Meta(
-            description="Offer every sparse autoencoder (SAE) below this folder to /api/saes. "
+            description="Offer every sparse autoencoder (SAE) below this folder at /api/saes. "
             "Repeatable.",
             extra={"metavar": "DIR"},
         ),
@@ -174,25 +175,25 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     attach_sae: Annotated[
         tuple[str, ...],
         Meta(
-            description="Attach this SAE at start. MODEL is the default model if none is named; "
-            "LAYER is the layer that the SAE was trained on if none is given. Repeatable.",
+            description="Attach this SAE at start. Without MODEL: to the default model. Without "
+            "LAYER: to the layer it was trained on. Repeatable.",
             extra={"metavar": "[MODEL=]SAE[@LAYER]"},
         ),
     ] = ()
     profile: Annotated[
         tuple[str, ...],
         Meta(
-            description="Make this stored profile the default steering of its model at start, once "
-            "--attach-sae has attached its SAE. Repeatable.",
+            description="Make this stored profile the default steering of its model at start, "
+            "after --attach-sae. Repeatable.",
             extra={"metavar": "NAME"},
         ),
     ] = ()
     control_vector: Annotated[
         tuple[str, ...],
         Meta(
-            description="Steer everything that the default model generates with this control "
-            "vector, a .gguf or .safetensors file, times SCALE (default: 1). With 0, it applies "
-            "only to requests that name it. Repeatable.",
+            description="Steer the default model with this control vector, a .gguf or "
+            ".safetensors file, times SCALE (default: 1). With 0, only in requests that name it. "
+            "Repeatable.",
             extra={"metavar": "[NAME=]FILE[:SCALE]"},
         ),
     ] = ()
@@ -200,7 +201,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         str,
         Meta(
             min_length=1,
-            description="Folder for the steering profiles; it is created on first use.",
+            description="Folder for steering profiles, created on first use.",
             extra={"metavar": "DIR"},
         ),
     ] = "~/.mlxsrv"
@@ -208,20 +209,20 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     port: Annotated[int, Meta(ge=0, le=65535, description="Port; 0 takes any free one.")] = 8000
     page: Annotated[
         Literal["on", "off"],
-        Meta(description="Answer GET / with a page: chat, look inside, steer, watch the server."),
+        Meta(description="Serve a web page at GET /: chat, look inside, steer, watch the server."),
     ] = "on"
     ollama_root: Annotated[
         bool,
         Meta(
-            description='Answer GET / with "Ollama is running", for programs that look for Ollama '
-            "there. Browsers get the page."
+            description='Answer GET / with "Ollama is running", for programs that look for '
+            "Ollama. Browsers get the page."
         ),
     ] = False
     root_path: Annotated[
         str,
         Meta(
             pattern=r"^(/[^/?#\s]+)*/?(?!\n)$",
-            description="Path that a proxy in front removes, such as /llm; /openapi.json names it.",
+            description="Path that a proxy in front strips, such as /llm; /openapi.json names it.",
             extra={"metavar": "PATH"},
         ),
     ] = ""
@@ -229,7 +230,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         tuple[Key, ...],
         Meta(
             description="Key that every request must carry, as Authorization: Bearer KEY or "
-            "x-api-key: KEY; only /health, / and /page/* need none. Repeatable; any of them is "
+            "x-api-key: KEY. /health, / and /page/* need none. Repeatable; any of the keys is "
             "accepted.",
             extra={"metavar": "KEY", "secret": True, "guards": True},
         ),
@@ -237,33 +238,33 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     api_key_file: Annotated[
         Annotated[str, Meta(min_length=1)] | None,
         Meta(
-            description="File with more keys, one per line, each perhaps with priority=NUMBER; # "
-            "begins a comment. Read at start.",
+            description="File with more keys, one per line; # begins a comment; priority=NUMBER "
+            "may follow a key. Read at start.",
             extra={"metavar": "FILE", "guards": True},
         ),
     ] = None
     allowed_origin: Annotated[
         tuple[Origin, ...],
         Meta(
-            description="Origin of web pages that may use this server from a browser, such as "
-            "https://app.example; * allows all origins, null allows pages without one. Repeatable.",
+            description="Web origin whose pages may use this server from a browser, such as "
+            "https://app.example; * allows all, null allows pages without an origin. Repeatable.",
             extra={"metavar": "ORIGIN"},
         ),
     ] = ()
     allowed_host: Annotated[
         tuple[HostName, ...],
         Meta(
-            description="Host name, without a port, that the Host header may have besides this "
-            "machine's own; * allows all. Host is checked on loopback, and wherever this option "
-            "is given. Repeatable.",
+            description="Host name, without a port, to accept in the Host header besides this "
+            "machine's own; * accepts all. Checked on loopback, and wherever this option is "
+            "given. Repeatable.",
             extra={"metavar": "NAME"},
         ),
     ] = ()
     rate_limit: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(
-            description="Requests per minute for each key, or for each address if there are no "
-            "keys; beyond that: 429.",
+            description="Requests per minute for each key, or for each address without keys. More "
+            "get a 429.",
             extra={"metavar": "REQUESTS"},
         ),
     ] = None
@@ -272,61 +273,62 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             ge=1,
             le=1024,
-            description="Most answers (rows of the batch) that are generated together, per model.",
+            description="Slots per model: at most N answers decode together.",
+            extra={"metavar": "N"},
         ),
     ] = 32
     max_queue: Annotated[
         int,
         Meta(
             ge=0,
-            description="Requests that may wait for a row, per model; beyond that: 503. One client "
-            "may have three quarters of the places that others leave.",
+            description="Length of each model's queue. A request beyond it gets a 503. A single "
+            "client can use at most 75% of the free queue.",
         ),
     ] = 128
     allow_priority: Annotated[
         bool,
-        Meta(description="Let a request set its priority: a lower number is served earlier."),
+        Meta(description="Let a request set its priority: lower numbers are served first."),
     ] = False
     max_choices: Annotated[
         int, Meta(ge=1, description="Most answers to one request: its prompts times `n`.")
     ] = 128
     default_max_tokens: Annotated[
-        int, Meta(ge=1, description="`max_tokens` of a chat request that gives none.")
+        int, Meta(ge=1, description="`max_tokens` of chat requests without one.")
     ] = 4096
     default_thinking_budget: Annotated[
         Annotated[int, Meta(ge=0)] | None,
         Meta(
-            description="Tokens that the thoughts of an answer may take where a chat request does "
-            "not say; then the thought is closed, and the answer follows.",
+            description="Tokens for thinking in chat requests that name no budget. Then the "
+            "thought is closed, and the answer follows.",
         ),
     ] = None
     repetition_detection: Annotated[
         bool,
         Meta(
             description="End an answer that repeats itself: 16 to 1024 tokens, four times in a "
-            "row. A request's repetition_detection says otherwise."
+            "row. A request's own repetition_detection overrides this."
         ),
     ] = False
     tool_grammar: Annotated[
         bool,
         Meta(
-            description="Hold every tool call that a model starts to the schema of its tool, also "
-            "with tool_choice auto (extra structured)."
+            description="Hold every tool call to its JSON schema, also with tool_choice auto "
+            "(extra structured)."
         ),
     ] = False
     tool_format: Annotated[
         tuple[str, ...],
         Meta(
-            description="Format in which MODEL (the default model if none is named) calls tools, "
-            "as it is called here, in vLLM or in SGLang; none: what it writes is content. "
-            "Otherwise its files decide. Repeatable.",
+            description="Format of MODEL's tool calls, by its name here, in vLLM or in SGLang; "
+            "none: calls stay text. Without MODEL: for the default model. Default: what the "
+            "model's files tell. Repeatable.",
             extra={"metavar": "[MODEL=]FORMAT", "also": ("--tool-call-parser",)},
         ),
     ] = ()
     thinking_format: Annotated[
         tuple[str, ...],
         Meta(
-            description="The same for the format in which MODEL thinks.",
+            description="Format of MODEL's thoughts, in the same way. Repeatable.",
             extra={
                 "metavar": "[MODEL=]FORMAT",
                 "also": ("--reasoning-format", "--reasoning-parser"),
@@ -337,43 +339,44 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         float,
         Meta(
             gt=0,
-            description="Seconds a request may wait for other requests: for a row, for memory and "
-            "for earlier prompts; beyond that: 503. The load of its own model does not count.",
+            description="Seconds that a request may wait in the queue: for a slot, for memory, "
+            "and for earlier prompts. Then 503. Loading its own model does not count.",
         ),
     ] = 300.0
     stall_timeout: Annotated[
         float,
         Meta(
             gt=0,
-            description="Seconds without progress (no token is read or generated, or the client "
-            "reads nothing) after which a request ends; 504 if there is no text yet.",
+            description="End a request after so many seconds without progress: no token read or "
+            "generated, or nothing read by the client. 504 if there is no text yet.",
         ),
     ] = 300.0
     request_timeout: Annotated[
         Annotated[float, Meta(ge=0)] | None,
         Meta(
-            description="Seconds a request may take in total, including waiting; 504 if there is "
-            "no text yet. 0 is no limit, the default.",
+            description="Seconds for a whole request, its time in the queue included; 504 if "
+            "there is no text yet. Default, and 0: no limit.",
         ),
     ] = None
     keepalive: Annotated[
         float,
         Meta(
             gt=0,
-            description="Seconds without output after which a stream gets a sign of life: a "
-            "comment, an event or an empty line, as its API has it.",
+            description="Send a keep-alive on silent streams every N seconds: a comment, an event "
+            "or an empty line, as the API has it.",
+            extra={"metavar": "N"},
         ),
     ] = 15.0
     max_body: Annotated[
         int,
-        Meta(ge=1024, description="Largest request body; beyond that: 413.", extra=_BYTES),
+        Meta(ge=1024, description="Largest request body. Larger ones get a 413.", extra=_BYTES),
     ] = 32 * 1024 * 1024
     max_bodies: Annotated[
         Annotated[int, Meta(ge=1024)] | None,
         Meta(
-            description="Bytes that all request bodies may take together, with the stored items "
-            "that they continue or refer to, each from its arrival until it is tokenized; beyond "
-            "that: 503. Default: 4 times --max-body.",
+            description="Memory for all request bodies together, each from its first byte until "
+            "it is tokenized; stored items that a request refers to count, too. More get a 503. "
+            "Default: 4 times --max-body.",
             extra=_BYTES,
         ),
     ] = None
@@ -381,79 +384,82 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         float,
         Meta(
             gt=0,
-            description="Seconds in which the headers of a request must arrive, or the connection "
-            "is closed; and as many again for its body, or the answer is 408.",
+            description="Seconds for the headers of a request to arrive, or the connection is "
+            "closed; and again for its body, or the answer is 408.",
         ),
     ] = 30.0
     max_responses: Annotated[
         int,
         Meta(
             ge=0,
-            description="Responses that are kept in memory for `previous_response_id` and "
-            "`GET /v1/responses/{id}`; beyond that, those go that were not used for longest, of "
-            "the client that has most. 0 keeps none.",
+            description="Responses kept in memory for `previous_response_id` and `GET "
+            "/v1/responses/{id}`; 0: none. Beyond it, the client with the most loses the one "
+            "unused longest.",
         ),
     ] = 1000
     max_responses_bytes: Annotated[
         int,
-        Meta(ge=0, description="Memory that these responses may take.", extra=_BYTES),
+        Meta(ge=0, description="Memory for these responses.", extra=_BYTES),
     ] = 128 * 1024 * 1024
     prefill_chunk: Annotated[
-        int, Meta(ge=16, description="Most prompt tokens that are read between two decode steps.")
+        int, Meta(ge=16, description="Most prompt tokens read between two decode steps.")
     ] = 512
     max_gap: Annotated[
         float,
-        Meta(gt=0, description="Seconds that a stream may wait for a slice of another prompt."),
+        Meta(
+            gt=0,
+            description="Seconds that a stream may pause while a part of another prompt is read.",
+        ),
     ] = 0.2
     prompt_cache_bytes: Annotated[
         Annotated[int, Meta(ge=0)] | None,
         Meta(
-            description="Memory of the prompt cache, per model; 0: no prompt cache. "
-            "Default: an eighth of the device's memory.",
+            description="Memory for the prompt cache of each model; 0: no prompt cache. Default: "
+            "an eighth of the device's memory.",
             extra=_BYTES,
         ),
     ] = None
     prompt_cache_dir: Annotated[
         Annotated[str, Meta(min_length=1)] | None,
         Meta(
-            description="Folder in which cached prompts outlive the process; it is created on "
-            "first use. Without this option, they are kept in memory only.",
+            description="Keep cached prompts in this folder too, so that they survive a restart. "
+            "Created on first use. Default: memory only.",
             extra={"metavar": "DIR"},
         ),
     ] = None
     prompt_cache_disk_bytes: Annotated[
         int,
-        Meta(ge=0, description="Disk space that --prompt-cache-dir may take.", extra=_BYTES),
+        Meta(ge=0, description="Disk space for --prompt-cache-dir.", extra=_BYTES),
     ] = 20 * 1000**3
     step_timeout: Annotated[
         float,
         Meta(
             gt=0,
-            description="Seconds after which a step that still runs counts as a stall: the log "
-            "says so, and /health and /health/live answer 503 until the step ends.",
+            description="Seconds that one step of the engine may take. Then the log reports a "
+            "stall, and /health and /health/live answer 503 until the step ends.",
         ),
     ] = 120.0
     parallel: Annotated[
         Literal["tensor", "pipeline"] | None,
         Meta(
-            description="Divide each model among the ranks that mlx.launch has started: tensor, a "
-            "part of every layer; pipeline, some of the layers."
+            description="Divide each model among the ranks that mlx.launch has started: tensor, "
+            "part of every layer; pipeline, whole layers."
         ),
     ] = None
     exit_on_failure: Annotated[
         bool,
         Meta(
-            description="End the process with status 3 if the inference engine fails, so that a "
-            "supervisor can restart it; otherwise the process stays and answers 503. A stall does "
-            "not count, because it may end by itself: watch /health/live for that."
+            description="Exit with status 3 if the engine fails, so that a supervisor can restart "
+            "the process; otherwise it stays and answers 503. A stall does not count, because it "
+            "may end by itself: watch /health/live for that."
         ),
     ] = False
     shutdown_grace: Annotated[
-        float, Meta(ge=0, description="Seconds in which running requests may finish at shutdown.")
+        float, Meta(ge=0, description="Seconds for running requests to finish at shutdown.")
     ] = 10.0
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
-        Meta(description="Lowest level that is logged."),
+        Meta(description="Lowest level to log."),
     ] = "info"
     log_format: Annotated[
         Literal["text", "json"], Meta(description="Log lines as text or as JSON objects.")
@@ -461,8 +467,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     record: Annotated[
         Annotated[str, Meta(min_length=1)] | None,
         Meta(
-            description="Write what the engine is asked, plans and does to this file, for a bug "
-            "report; mlxsrv replay reads it. It has the token ids of all texts, and paths.",
+            description="Log what the engine is asked, plans and does to this file, for a bug "
+            "report; mlxsrv replay reads it. It contains the token ids of all texts, and paths.",
             extra={"metavar": "FILE"},
         ),
     ] = None
