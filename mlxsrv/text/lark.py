@@ -9,6 +9,8 @@ from typing import Any
 
 from mlxsrv.text.marks import Marks
 
+_DEFINITIONS = ("$defs", "definitions")
+
 
 class Lark:
     """The rules of one grammar. Markers that are tokens are named by number: no text matches them.
@@ -68,6 +70,69 @@ class Lark:
         self._rules.append(f"{name}: /{pattern}/")
         return name
 
+    def any_order(
+        self,
+        members: Mapping[str, str],
+        required: frozenset[str],
+        comma: str = "",
+        between: str = "",
+    ) -> str:
+        """Add the rule for members that stand in any order, each once; return its name. There is a
+        rule for each set of members that may be left.
+
+        Args:
+            members: their rules, by keys.
+            required: the keys that must be there.
+            comma: the body of what stands between two members.
+            between: the body of what may stand before each member and behind the last.
+        """
+        states: dict[frozenset[str], str] = {}
+
+        def begin(left: frozenset[str], before: str) -> str:
+            bodies = [
+                f"{between} {before} {members[key]} {go_on(left - {key})}"
+                for key in members
+                if key in left
+            ]
+            return self.rule(" | ".join(bodies if left & required else [*bodies, between or '""']))
+
+        def go_on(left: frozenset[str]) -> str:
+            if left not in states:
+                states[left] = begin(left, comma)
+            return states[left]
+
+        return begin(frozenset(members), "")
+
     def grammar(self, start: str) -> str:
         """Return the grammar that begins with this body."""
         return "\n".join([f"start: {start}", *self._rules])
+
+
+def stand_alone(part: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a part of a schema with the definitions of the whole, if it refers to any."""
+    defined = {key: whole[key] for key in _DEFINITIONS if key in whole}
+    return {**defined, **part} if "$ref" in json.dumps(part) else dict(part)
+
+
+def text_bounds(schema: Mapping[str, Any]) -> str:
+    """Return how often a sign may come in a string of a schema, in a regex."""
+    least, most = schema.get("minLength"), schema.get("maxLength")
+    if not isinstance(least, int) and not isinstance(most, int):
+        return "*"
+    return f"{{{least or 0},{'' if most is None else most}}}"
+
+
+def text_pattern(schema: Mapping[str, Any], sign: str = "(?s:.)") -> str:
+    """Return the regex for a string of a schema.
+
+    Args:
+        sign: a regex for one sign of it.
+    """
+    pattern, bounds = schema.get("pattern"), text_bounds(schema)
+    if not isinstance(pattern, str) or bounds != "*":
+        return sign + bounds
+    before = "" if pattern.startswith("^") else "(?s:.*)"
+    ends = pattern.endswith("$") and not pattern.endswith("\\$")
+    body = pattern.removeprefix("^")
+    body = body[:-1] if ends else body
+    return f"{before}(?:{body}){'' if ends else '(?s:.*)'}".replace("/", r"\/")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -14,9 +14,6 @@ from mlxsrv.text.literal_reader import LiteralReader
 from mlxsrv.text.literal_rules import LiteralRules, quoted
 from mlxsrv.text.literal_strings import LiteralSyntax
 from mlxsrv.text.marks import Marks
-
-_JSON_WORDS: Mapping[object, str] = {True: "true", False: "false", None: "null"}
-_PYTHON_WORDS: Mapping[object, str] = {True: "True", False: "False", None: "None"}
 
 
 class GemmaCalls(CallFormat):
@@ -50,7 +47,7 @@ class GemmaCalls(CallFormat):
 
     def rules(self, tools: Sequence[tuple[str, ToolSchema]], lark: Lark) -> CallRules:
         bodies = [
-            (name, LiteralRules(lark, schema, self._quote, _JSON_WORDS).arguments(":", ","))
+            (name, LiteralRules(lark, schema, self._quote).arguments(":", ","))
             for name, schema in tools
         ]
         end = lark.text(self._end)
@@ -135,10 +132,9 @@ class PythonicCalls(CallFormat):
 
     def rules(self, tools: Sequence[tuple[str, ToolSchema]], lark: Lark) -> CallRules:
         layout = self._layout
-        words = _JSON_WORDS if layout.json else _PYTHON_WORDS
+        quote = "" if layout.json else "'"
         bodies = [
-            (name, LiteralRules(lark, schema, "", words).arguments("=", ", "))
-            for name, schema in tools
+            (name, LiteralRules(lark, schema, quote).arguments("=", ", ")) for name, schema in tools
         ]
         call = lark.choice(f'{json.dumps(name + "(")} {body} ")"' for name, body in bodies)
         first, comma, last = map(json.dumps, layout.brackets)

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mlxsrv.text.calls import NotEnforceable, ToolSchema
-from mlxsrv.text.lark import Lark
+from mlxsrv.text.lark import Lark, stand_alone, text_bounds, text_pattern
 
 _KEY = re.compile(r"[\w.$/@-]+")
-_ANY_KEY = r"/[A-Za-z_][A-Za-z0-9_.-]{0,63}/"
+_ANY_KEY = "[A-Za-z_][A-Za-z0-9_.-]{0,63}"
 _TYPES = ("string", "number", "integer", "boolean", "null", "object", "array")
-_DEFINITIONS = ("$defs", "definitions")
 _MOST = 6  # keys that may stand in any order: there is a rule for each set of them
 _DEPTH = 3  # levels of values without a schema
-_QUOTED = (
-    r"""/'([^'\\\n\r]|\\[\\'"nrt])*'/ | /"([^"\\\n\r]|\\[\\'"nrt])*"/"""  # strings as Python's
-)
+_SIGNS = {"'": r"""[^'\\\n\r]|\\[\\'"nrt]""", '"': r"""[^"\\\n\r]|\\[\\'"nrt]"""}
+"""Signs of a string of Python's, by its quotes."""
 
 
 class LiteralRules:
@@ -26,20 +24,25 @@ class LiteralRules:
 
     Args:
         schema: that of the arguments.
-        quote: the marker at both sides of a string, spelled; empty if strings are Python's.
-        words: how true, false and null are written.
+        quote: the marker at both sides of a string, spelled; `'` if values are as Python's `str`
+            writes them, but for objects outside of lists, which are JSON; empty if all are JSON.
+        listed: the values stand in a list.
     """
 
-    def __init__(
-        self, lark: Lark, schema: ToolSchema, quote: str, words: Mapping[object, str]
-    ) -> None:
+    def __init__(self, lark: Lark, schema: ToolSchema, quote: str, *, listed: bool = False) -> None:
         self._lark = lark
         self._schema = schema
         self._quote = quote
-        self._words = words
+        self._python = quote == "'"
+        self._listed = listed
+        self._null = '"None"' if self._python else '("null" | "None")'
+        self._words = ('"True"', '"False"') if self._python else ('"true"', '"false"')
+        self._comma = ", " if self._python else ","
+        # Rules for values in lists: they are the same, but for Python's objects.
+        self._items = LiteralRules(lark, schema, quote, listed=True) if not listed else self
         self._open: list[str] = []  # pointers that are followed
         self._referred: dict[str, str] = {}  # rules for the values at pointers
-        self._anything: list[str] = []  # rules for values without a schema, by depth
+        self._anything: dict[int, str] = {}  # rules for values without a schema, by depth
 
     def arguments(self, equals: str, comma: str) -> str:
         """Add the rule for all arguments; return its name.
@@ -48,32 +51,36 @@ class LiteralRules:
             equals: what stands behind a key.
             comma: what stands between two arguments.
         """
-        return self._members(self._schema, equals, comma, _bare_key)
+        return self._members(self._schema, equals, comma)
 
-    def _members(
-        self, schema: Mapping[str, Any], equals: str, comma: str, write: Callable[[str], str]
-    ) -> str:
-        """Add the rule for the members of an object, in the order that templates write."""
+    def _members(self, schema: Mapping[str, Any], equals: str, comma: str, quote: str = "") -> str:
+        """Add the rule for the members of an object, in the order that templates write.
+
+        Args:
+            quote: what stands at both sides of a key.
+        """
         properties = schema.get("properties")
         properties = properties if isinstance(properties, Mapping) else {}
         required = [key for key in _listed(schema.get("required")) if isinstance(key, str)]
         keys = list(dict.fromkeys([*properties, *required]))
-        if self._quote:
+        sorted_keys = self._quote not in ("", "'")
+        if sorted_keys:
             keys.sort(key=str.lower)
         if not keys:
             if schema.get("additionalProperties", "properties" not in schema) is False:
                 return self._lark.rule('""')
-            member = f"{_ANY_KEY} {json.dumps(equals)} {self._any(_DEPTH)}"
+            member = f"/{quote}{_ANY_KEY}{quote}/ {json.dumps(equals)} {self._any(_DEPTH)}"
             return self._lark.rule(f"({member} ({json.dumps(comma)} {member})*)?")
         members = {
             key: self._lark.rule(
-                f"{json.dumps(write(key) + equals)} {self._value(properties.get(key, {}))}"
+                f"{json.dumps((repr(key) if quote else _bare_key(key)) + equals)} "
+                f"{self._value(properties.get(key, {}))}"
             )
             for key in keys
         }
-        if self._quote or len(keys) > _MOST:
+        if sorted_keys or len(keys) > _MOST:
             return self._in_order(members, required, comma)
-        return self._in_any_order(members, frozenset(required), comma)
+        return self._lark.any_order(members, frozenset(required), json.dumps(comma))
 
     def _in_order(self, members: Mapping[str, str], required: Sequence[str], comma: str) -> str:
         first, later = '""', '""'
@@ -85,27 +92,11 @@ class LiteralRules:
             later = self._lark.rule(f"{further} {later}")
         return first
 
-    def _in_any_order(
-        self, members: Mapping[str, str], required: frozenset[str], comma: str
-    ) -> str:
-        """Add a rule for each set of keys that may be left, and the one with which all begin."""
-        states: dict[frozenset[str], str] = {}
-
-        def state(left: frozenset[str], before: str) -> str:
-            bodies = [
-                f"{before} {members[key]} {later(left - {key})}" for key in members if key in left
-            ]
-            return self._lark.rule(" | ".join(bodies if left & required else [*bodies, '""']))
-
-        def later(left: frozenset[str]) -> str:
-            if left not in states:
-                states[left] = state(left, json.dumps(comma))
-            return states[left]
-
-        return state(frozenset(members), "")
-
     def _value(self, schema: Any) -> str:
         """Return the body of a value."""
+        if not self._quote:
+            found = schema if isinstance(schema, Mapping) else {}
+            return self._lark.json(stand_alone(found, self._schema))
         if not isinstance(schema, Mapping):
             return self._any(_DEPTH)
         if isinstance(pointer := schema.get("$ref"), str):
@@ -120,53 +111,63 @@ class LiteralRules:
 
     def _typed(self, schema: Mapping[str, Any], type: str) -> str:
         match type:
-            case "string":
+            case "string" if self._python:
                 return self._string(schema)
+            case "string":
+                text = self._lark.until(self._quote, text_pattern(schema))
+                return f"{self._lark.text(self._quote)} {text}"
             case "boolean":
-                return f"{json.dumps(self._words[True])} | {json.dumps(self._words[False])}"
+                return " | ".join(self._words)
             case "null":
-                return '("null" | "None")' if self._quote else json.dumps(self._words[None])
-            case "object" if self._quote:
-                return f'"{{" {self._members(schema, ":", ",", _bare_key)} "}}"'
-            case "array" if self._quote or self._words[None] != "null":
+                return self._null
+            case "object" if not self._python:
+                return f'"{{" {self._members(schema, ":", ",")} "}}"'
+            case "object" if self._listed:
+                return f'"{{" {self._members(schema, ": ", ", ", self._quote)} "}}"'
+            case "array":
                 return self._list(schema)
             case "":
                 return self._any(_DEPTH)
-        return self._lark.json({**self._defined(schema), "type": type})
+        return self._lark.json({**stand_alone(schema, self._schema), "type": type})
 
     def _string(self, schema: Mapping[str, Any]) -> str:
-        if not self._quote:
-            return f"({_QUOTED})"
-        return f"{self._lark.text(self._quote)} {self._lark.until(self._quote, pattern(schema))}"
+        """Return the body of a string of Python's. One of a pattern or a format is JSON, as which
+        it is read, too."""
+        if "pattern" in schema or "format" in schema:
+            return self._lark.json({**schema, "type": "string"})
+        times = text_bounds(schema)
+        return " | ".join(f"/{quote}({signs}){times}{quote}/" for quote, signs in _SIGNS.items())
 
     def _list(self, schema: Mapping[str, Any]) -> str:
-        item = self._lark.rule(self._value(schema.get("items", {})))
+        item = self._lark.rule(self._items._value(schema.get("items", {})))
         least, most = _count(schema.get("minItems")) or 0, _count(schema.get("maxItems"))
         if most == 0:
             return '"[" "]"'
-        body, comma = item, json.dumps("," if self._quote else ", ")
+        body = item
         if most != 1:
             bounds = f"{max(0, least - 1)},{'' if most is None else most - 1}"
-            body += f" ({comma} {item}){{{bounds}}}"
+            body += f" ({json.dumps(self._comma)} {item}){{{bounds}}}"
         return f'"[" {body} "]"' if least else f'"[" ({body})? "]"'
 
     def _literal(self, value: Any) -> str:
         """Return the body of a value that stands in the schema."""
         match value:
             case None:
-                return self._typed({}, "null")
+                return self._null
             case bool():
-                return json.dumps(self._words[value])
-            case str() if self._quote:
-                return self._lark.text(f"{self._quote}{value}{self._quote}")
-            case str():
+                return self._words[not value]
+            case str() if self._python:
                 return f"({json.dumps(quoted(value))} | {json.dumps(json.dumps(value))})"
-            case list() if self._quote:
+            case str():
+                return self._lark.text(f"{self._quote}{value}{self._quote}")
+            case list() if not self._python:
                 return f'"[" {_joined(map(self._literal, value))} "]"'
-            case dict() if self._quote:
+            case dict() if not self._python:
                 pairs = sorted(value.items(), key=lambda pair: str(pair[0]).lower())
                 members = (f"{json.dumps(f'{key}:')} {self._literal(v)}" for key, v in pairs)
                 return f'"{{" {_joined(members)} "}}"'
+            case list() | dict():
+                return f"({json.dumps(repr(value))} | {self._lark.json({'const': value})})"
         return self._lark.json({"const": value})
 
     def _refer(self, pointer: str) -> str:
@@ -187,29 +188,19 @@ class LiteralRules:
 
     def _any(self, depth: int) -> str:
         """Return the rule for a value without a schema."""
-        if not self._anything:
-            scalars = [self._typed({}, type) for type in _TYPES[:5]]
-            if not self._quote:
-                scalars += [self._lark.json({"type": type}) for type in _TYPES[5:]]
-            self._anything.append(self._lark.choice(scalars))
-        while len(self._anything) <= depth:
-            inner = self._anything[-1]
-            member = f'{_ANY_KEY} ":" {inner}'
-            containers = [
-                f'"{{" ({member} ("," {member})*)? "}}"',
-                f'"[" ({inner} ("," {inner})*)? "]"',
-            ]
-            self._anything.append(self._lark.choice([inner, *containers]) if self._quote else inner)
+        if depth not in self._anything:
+            bodies = [self._typed({}, type) for type in _TYPES[:5]]
+            if self._python and not self._listed:
+                bodies.append(self._lark.json({"type": "object"}))
+            elif depth:
+                quote, colon = ("'", ": ") if self._python else ("", ":")
+                member = f'/{quote}{_ANY_KEY}{quote}/ "{colon}" {self._any(depth - 1)}'
+                bodies.append(f'"{{" ({member} ("{self._comma}" {member})*)? "}}"')
+            if depth:
+                item = self._items._any(depth - 1)
+                bodies.append(f'"[" ({item} ("{self._comma}" {item})*)? "]"')
+            self._anything[depth] = self._lark.choice(bodies)
         return self._anything[depth]
-
-    def _defined(self, schema: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a part of the tool's schema with the definitions to which it refers."""
-        found = dict(schema)
-        if "$ref" in json.dumps(found):
-            for name in _DEFINITIONS:
-                if name in self._schema:
-                    found.setdefault(name, self._schema[name])
-        return found
 
 
 def quoted(text: str) -> str:
@@ -217,21 +208,6 @@ def quoted(text: str) -> str:
     for sign, escaped in (("\\", "\\\\"), ("'", "\\'"), ("\n", "\\n"), ("\r", "\\r")):
         text = text.replace(sign, escaped)
     return f"'{text}'"
-
-
-def pattern(schema: Mapping[str, Any]) -> str:
-    """Return the regex for a string of a schema."""
-    found = schema.get("pattern")
-    least, most = schema.get("minLength"), schema.get("maxLength")
-    if isinstance(found, str) and least is None and most is None:
-        before = "" if found.startswith("^") else "(?s:.*)"
-        ends = found.endswith("$") and not found.endswith("\\$")
-        body = found.removeprefix("^")
-        body = body[:-1] if ends else body
-        return f"{before}(?:{body}){'' if ends else '(?s:.*)'}".replace("/", r"\/")
-    if isinstance(least, int) or isinstance(most, int):
-        return f"(?s:.{{{least or 0},{'' if most is None else most}}})"
-    return "(?s:.*)"
 
 
 def _bare_key(key: str) -> str:

@@ -29,8 +29,9 @@ from mlxsrv.text.calls import (
     ToolSchema,
     WrittenCall,
 )
-from mlxsrv.text.lark import Lark
+from mlxsrv.text.lark import Lark, stand_alone
 from mlxsrv.text.marks import Marks
+from mlxsrv.text.tagged_rules import text_body
 from mlxsrv.text.values import Argument, ArgumentTypes, escape
 
 _SIGN = "]<]minimax[>["
@@ -41,7 +42,6 @@ _NAME = re.compile(r"""invoke\s+name\s*=\s*(["']?)(.+?)\1\s*""", re.DOTALL)
 _BETWEEN = ("<tool_call>", "</tool_call>", "<invoke", "</invoke>")
 _DEEPEST = 64
 _DEEPEST_RULES = 6
-_DEFINITIONS = ("$defs", "definitions")
 
 
 class NestedCalls(CallFormat):
@@ -107,19 +107,13 @@ class _CallRules:
     def _value(self, schema: Any, depth: int) -> str:
         """Return the body of a value and the sign behind it."""
         type = self._types.typed(schema)
-        choices = schema.get("enum") if isinstance(schema, dict) else None
-        if type.kind == "text" and choices:
-            texts = [self._lark.text(each) or '""' for each in choices if isinstance(each, str)]
-            return f"({' | '.join(texts)}) {self._sign}"
-        if type.kind != "other":
-            return self._lark.until(_SIGN)
         if type.types == {"object"} and type.members and depth < _DEEPEST_RULES:
             return f"{self._members(type, depth + 1)} {self._sign}"
         if type.types == {"array"} and type.items is not None and depth < _DEEPEST_RULES:
             item = self._element(_ITEM, type.items, depth + 1)
             return f"({item}){_times(schema)} {self._sign}"
-        definitions = {key: self._schema[key] for key in _DEFINITIONS if key in self._schema}
-        return f"{self._lark.json({**definitions, **schema})} {self._sign}"
+        part = schema if isinstance(schema, dict) else {}
+        return text_body(self._lark, stand_alone(part, self._schema), type, _SIGN)
 
 
 def _times(schema: Mapping[str, Any]) -> str:

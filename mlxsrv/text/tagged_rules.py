@@ -8,11 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mlxsrv.text.calls import NotEnforceable, ToolSchema
-from mlxsrv.text.lark import Lark
+from mlxsrv.text.lark import Lark, stand_alone, text_pattern
 from mlxsrv.text.values import Argument, ArgumentTypes
 
 _MOST = 6  # required keys whose order is free: there is a rule for each set of them
-_DEFINITIONS = ("$defs", "definitions")
 _KEY = re.compile(r"[\w.$:/@ -]+")
 _ANY_KEY = r"[A-Za-z_][A-Za-z0-9_.-]{0,63}"
 
@@ -35,7 +34,6 @@ class ArgumentRules:
         self._schema = schema
         self._write = write
         self._types = ArgumentTypes(schema)
-        self._states: dict[frozenset[str], str] = {}
 
     def all(self) -> str:
         """Add the rule for all arguments; return its name.
@@ -62,46 +60,23 @@ class ArgumentRules:
         if len(required) > _MOST:
             return self._in_order(rules, required)
         if len(keys) <= _MOST:
-            return self._state(rules, frozenset(keys), frozenset(required), "")
+            return self._lark.any_order(rules, frozenset(required))
         optional = [rules[key] for key in keys if key not in required]
         between = f"({' | '.join(optional)})*" if optional else ""
         again = {key: rules[key] for key in required}
-        return self._state(again, frozenset(required), frozenset(required), between)
+        return self._lark.any_order(again, frozenset(required), between=between)
 
     def _in_order(self, rules: Mapping[str, str], required: Sequence[str]) -> str:
         return self._lark.rule(
             " ".join(rule + "?" * (key not in required) for key, rule in rules.items())
         )
 
-    def _state(
-        self, rules: Mapping[str, str], left: frozenset[str], required: frozenset[str], between: str
-    ) -> str:
-        """Add the rule for the keys that are left.
-
-        Args:
-            between: the body of what may stand before each of them and behind the last.
-        """
-        if left in self._states:
-            return self._states[left]
-        bodies = [
-            f"{between} {rules[key]} {self._state(rules, left - {key}, required, between)}"
-            for key in rules
-            if key in left
-        ]
-        if not left & required:
-            bodies.append(between or '""')
-        self._states[left] = self._lark.rule(" | ".join(bodies))
-        return self._states[left]
-
     def _typed(self, key: str) -> tuple[Mapping[str, Any], Argument]:
         """Return the schema of an argument, which stands alone, and its type."""
         properties = self._schema.get("properties")
         found = properties.get(key, {}) if isinstance(properties, Mapping) else {}
-        schema = dict(found) if isinstance(found, Mapping) else {}
-        for name in _DEFINITIONS:
-            if name in self._schema and "$ref" in json.dumps(schema):
-                schema.setdefault(name, self._schema[name])
-        return schema, self._types.argument(key)
+        schema = found if isinstance(found, Mapping) else {}
+        return stand_alone(schema, self._schema), self._types.argument(key)
 
 
 def gapped(lark: Lark, text: str) -> str:
@@ -138,24 +113,4 @@ def _text_body(
     if isinstance(values, list) and values:
         texts = (each if isinstance(each, str) else json.dumps(each) for each in values)
         return f"({' | '.join(map(json.dumps, texts))}) {lark.text(closer)}"
-    return lark.until(closer, _pattern(schema, signs) if argument.kind == "text" else signs + "*")
-
-
-def _pattern(schema: Mapping[str, Any], signs: str) -> str:
-    """Return the regex for a string of a schema."""
-    pattern = schema.get("pattern")
-    least, most = schema.get("minLength"), schema.get("maxLength")
-    if isinstance(pattern, str) and least is None and most is None:
-        return _unanchored(pattern)
-    if isinstance(least, int) or isinstance(most, int):
-        return f"{signs}{{{least or 0},{'' if most is None else most}}}"
-    return signs + "*"
-
-
-def _unanchored(pattern: str) -> str:
-    """Return a regex for a whole text from one that is searched in it."""
-    before = "" if pattern.startswith("^") else "(?s:.*)"
-    ends = pattern.endswith("$") and not pattern.endswith("\\$")
-    body = pattern.removeprefix("^")
-    body = body[:-1] if ends else body
-    return f"{before}(?:{body}){'' if ends else '(?s:.*)'}".replace("/", r"\/")
+    return lark.until(closer, text_pattern(schema if argument.kind == "text" else {}, signs))

@@ -28,18 +28,16 @@ _UNTYPED = frozenset({"string", "object", "array"})
 _STRINGS = ("pattern", "minLength", "maxLength")
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _WORDS = {"True": "true", "False": "false", "None": "null"}
-_ENCODE = json.JSONEncoder(ensure_ascii=False).encode
 _ESCAPED = re.compile(r"\\(.)", re.DOTALL)
 _ESCAPES = "\n\\'\"abfnrtv01234567xNuU"
 _NAMES = {"true": True, "false": False, "null": None}  # JSON's in a literal of Python's
-
 
 _quote = json.JSONEncoder(ensure_ascii=False).encode
 
 
 def escape(text: str) -> str:
     """Return what stands for a text in a JSON string. Escapes of parts may be joined."""
-    return _ENCODE(text)[1:-1]
+    return _quote(text)[1:-1]
 
 
 class Argument:
