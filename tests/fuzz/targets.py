@@ -35,7 +35,7 @@ from mlxsrv.wire.sse import DONE, KEEPALIVE, PLACEHOLDER, frame, text_frames
 from tests.fuzz import file_targets
 from tests.fuzz.grammars import check_grammars
 from tests.fuzz.source import LONGEST, Source, cut
-from tests.support.answers import caller, merge, pieces, thoughts
+from tests.support.reading import caller, merge, pieces, thoughts
 from tests.support.tool_calls import FORMATS, TOOLS
 
 # Requests.

@@ -7,7 +7,7 @@ import msgspec
 from mlxsrv.text.calls import Tools, WrittenCall
 from mlxsrv.text.formats import CALLS
 from mlxsrv.text.json_calls import HERMES
-from tests.support.answers import caller, merge
+from tests.support.reading import caller, merge
 
 START, END = "<tool_call>", "</tool_call>"
 TOOLS = Tools(

@@ -14,9 +14,8 @@ from mlxsrv.text.formats import THOUGHTS
 from mlxsrv.text.frames import FrameFormat
 from mlxsrv.text.marks import SPELLED, Marks
 from mlxsrv.text.reader import AnswerReader
-from tests.support.answers import pieces
 from tests.support.cuts import cut, joined
-from tests.support.reading import pieces as splits
+from tests.support.reading import pieces, splits, tokens
 
 H_TURN = "<|start|>user<|message|>Hi<|end|><|start|>assistant"
 GEMMA_TURN = "<|turn>user\nHi <|channel><turn|>\n<|turn>model\n"
@@ -171,11 +170,6 @@ CASES = [
     Case("think_colon", "<|think:start|>a<|think:end|>b", "a", "b"),
     Case("none", "<think>a</think>", "", "<think>a</think>"),
 ]  # fmt: skip
-
-
-def tokens(format: FrameFormat) -> Marks:
-    """Markers that are all tokens."""
-    return Marks(format.marks, {name: number for number, name in enumerate(format.marks)})
 
 
 def run(format: FrameFormat, feeds: Iterable[str], marks: Marks, prompt: str) -> tuple[str, str]:

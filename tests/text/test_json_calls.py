@@ -1,10 +1,8 @@
 """Calls with JSON arguments, in every format that has them."""
 
-import json
 from typing import Any
 
 import pytest
-from llguidance import LLMatcher, LLTokenizer
 
 from mlxsrv.text.calls import (
     CallClosed,
@@ -34,10 +32,18 @@ from mlxsrv.text.json_calls import (
     PHI4,
     PROMPTED,
 )
-from mlxsrv.text.lark import Lark
 from mlxsrv.text.marks import SPELLED
-from tests.support.answers import merge
-from tests.support.reading import read, read_each_way, reader, schemas, tokens
+from tests.support.reading import (
+    CallGrammar,
+    caller,
+    check_cuts,
+    heard,
+    merge,
+    named,
+    read_each_way,
+    schemas,
+    tokens,
+)
 
 FORMATS = [*JSON_FORMATS, *HEADED_FORMATS]
 FRAMED = [HARMONY]
@@ -48,13 +54,9 @@ WRITTEN = [
     WrittenCall("g", {}),
     WrittenCall("f", {"b": [1, {"c": None}], "d": True}, "functions.f:2"),
 ]
-HEARD = [(call.name, json.dumps(call.arguments, ensure_ascii=False)) for call in WRITTEN]
+HEARD = heard(*WRITTEN)
 
 HEARD_F = ("f", "{}")
-
-
-def named(format: CallFormat) -> str:
-    return format.name
 
 
 @pytest.mark.parametrize("format", OPENED, ids=named)
@@ -71,51 +73,23 @@ def test_calls_as_the_model_writes_them(format: CallFormat) -> None:
 def test_a_call_that_is_cut_anywhere_gives_the_beginning_of_the_whole_one(
     format: CallFormat,
 ) -> None:
-    whole = format.spell(WRITTEN[:2])
-    for marks in (SPELLED, tokens(format)):
-        text = marks.show(whole)
-        for place in range(1, len(text)):
-            heard = read(format, [text[:place]], TOOLS, marks=marks, cut=True)
-            assert len(heard) <= 2
-            for part, (name, arguments) in zip(heard, HEARD, strict=False):
-                if not isinstance(part, str):
-                    assert part[0] == name
-                    assert arguments.startswith(part[1])
+    check_cuts(format, WRITTEN[:2], TOOLS)
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=named)
 def test_a_grammar_holds_what_the_model_writes(format: CallFormat) -> None:
-    tokenizer = LLTokenizer("byte")
-    lark = Lark(SPELLED, json.dumps)
     strict = {
         "type": "object",
         "properties": {"a": {"type": "string"}},
         "required": ["a"],
         "x-guidance": {"whitespace_pattern": " ?"},
     }
-    rules = format.rules([("f", strict), ("g", {"x-guidance": {"whitespace_pattern": " ?"}})], lark)
-
-    def follows(rule: str, text: str) -> bool:
-        grammar = json.dumps({"grammars": [{"lark_grammar": lark.grammar(rule)}]})
-        matcher = LLMatcher(tokenizer, grammar)
-        assert not matcher.get_error()
-        taken = matcher.try_consume_tokens(tokenizer.tokenize_str(text))
-        return taken == len(text.encode()) and matcher.is_accepting()
-
-    one = format.spell(WRITTEN[:1])
-    assert follows(rules.one, one)
-    assert follows(rules.many, one)
-    assert follows(rules.many, format.spell(WRITTEN[:2])) == (format is not HARMONY)
-    assert not follows(rules.one, format.spell([WrittenCall("f", {})]))
-    assert not follows(rules.one, format.spell([WrittenCall("h", {"a": "b"})]))
-    for opener, rule in rules.behind.items():
-        assert not follows(rule, "")
-        if one.startswith(opener) or format is HARMONY:
-            assert follows(rule, one.partition(opener)[2])
+    grammar = CallGrammar(format, [("f", strict), ("g", {"x-guidance": strict["x-guidance"]})])
+    grammar.check(WRITTEN[:2], [("f", {}), ("h", {"a": "b"})], single=format is HARMONY)
 
 
 @pytest.mark.parametrize(
-    ("format", "text", "heard"),
+    ("format", "text", "expected"),
     [
         # Several objects.
         (
@@ -239,16 +213,16 @@ def test_a_grammar_holds_what_the_model_writes(format: CallFormat) -> None:
     ],
 )
 def test_what_models_write_in_place_of_their_format(
-    format: CallFormat, text: str, heard: list[Any]
+    format: CallFormat, text: str, expected: list[Any]
 ) -> None:
-    assert read_each_way(format, text, TOOLS) == heard
+    assert read_each_way(format, text, TOOLS) == expected
 
 
 def test_text_without_a_marker_is_no_fault() -> None:
     """Not even if a limit cuts it off."""
     for text in ('So:\n```json\n{"a": 5}\n```', 'So:\n```json\n{"na', 'So:\n{"name": "h"}'):
         for cut in (False, True):
-            stage = reader(PROMPTED, TOOLS, SPELLED)
+            stage = caller(PROMPTED, TOOLS)
             assert merge(stage.feed(text) + stage.flush(cut=cut)) == [text]
             assert (stage.faults, stage.fragment) == ([], "")
 
@@ -305,8 +279,10 @@ def test_calls_behind_a_header_of_harmony(
 
 def told(parts: list[CallPart]) -> list[str | None]:
     """The name of one call, its arguments, and its fault."""
-    name, *arguments, closed = parts
-    return [name.name, "".join(map(str, arguments)), closed.fault]  # type: ignore[union-attr]
+    opened, *arguments, closed = parts
+    assert isinstance(opened, CallOpened)
+    assert isinstance(closed, CallClosed)
+    return [opened.name, "".join(map(str, arguments)), closed.fault]
 
 
 @pytest.mark.parametrize("schema", [{"required": None, "properties": None}, {"required": [[]]}])

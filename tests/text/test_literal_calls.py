@@ -1,13 +1,12 @@
 """Calls whose arguments are literals, in every format that has them."""
 
 import json
+from itertools import starmap
 from typing import Any
 
 import pytest
-from llguidance import LLMatcher, LLTokenizer
 
 from mlxsrv.text.calls import CallClosed, CallFormat, CallOpened, Tools, WrittenCall
-from mlxsrv.text.lark import Lark
 from mlxsrv.text.literal_calls import (
     FUNCTIONGEMMA,
     GEMMA4,
@@ -18,7 +17,15 @@ from mlxsrv.text.literal_calls import (
     PYTHONIC,
 )
 from mlxsrv.text.marks import SPELLED, Marks
-from tests.support.reading import read, read_each_way, tokens
+from tests.support.reading import (
+    CallGrammar,
+    check_cuts,
+    heard,
+    named,
+    read,
+    read_each_way,
+    tokens,
+)
 
 WEATHER = {
     "type": "object",
@@ -44,17 +51,9 @@ WRITTEN = [
 ]
 
 
-def named(format: CallFormat) -> str:
-    return format.name
-
-
-def heard(*calls: tuple[str, dict[str, Any]]) -> list[tuple[str, str]]:
-    return [(name, json.dumps(arguments, ensure_ascii=False)) for name, arguments in calls]
-
-
 @pytest.mark.parametrize("format", LITERAL_FORMATS, ids=named)
 def test_calls_as_the_model_writes_them(format: CallFormat) -> None:
-    expected = heard(*((call.name, dict(call.arguments)) for call in WRITTEN))
+    expected = heard(*WRITTEN)
     for count in range(1, 4):
         assert read_each_way(format, format.spell(WRITTEN[:count]), TOOLS) == expected[:count]
 
@@ -63,36 +62,11 @@ def test_calls_as_the_model_writes_them(format: CallFormat) -> None:
 def test_a_call_that_is_cut_anywhere_gives_the_beginning_of_the_whole_one(
     format: CallFormat,
 ) -> None:
-    whole = format.spell([WRITTEN[0], WRITTEN[2]])
-    expected = heard(*((call.name, dict(call.arguments)) for call in (WRITTEN[0], WRITTEN[2])))
-    for marks in (SPELLED, tokens(format)):
-        text = marks.show(whole)
-        for place in range(1, len(text)):
-            parts = read(format, [text[:place]], TOOLS, marks=marks, cut=True)
-            assert len(parts) <= 2
-            for part, (name, arguments) in zip(parts, expected, strict=False):
-                if not isinstance(part, str):
-                    assert part[0] == name
-                    assert arguments.startswith(part[1])
+    check_cuts(format, [WRITTEN[0], WRITTEN[2]], TOOLS)
 
 
 @pytest.mark.parametrize("format", LITERAL_FORMATS, ids=named)
 def test_a_grammar_holds_what_the_model_writes(format: CallFormat) -> None:
-    tokenizer = LLTokenizer("byte")
-    lark = Lark(SPELLED, json.dumps)
-    rules = format.rules([*TOOLS.schemas.items()], lark)
-
-    def follows(rule: str, text: str) -> bool:
-        grammar = json.dumps({"grammars": [{"lark_grammar": lark.grammar(rule)}]})
-        matcher = LLMatcher(tokenizer, grammar)
-        assert not matcher.get_error()
-        taken = matcher.try_consume_tokens(tokenizer.tokenize_str(text))
-        return taken == len(text.encode()) and matcher.is_accepting()
-
-    for call in WRITTEN:
-        assert follows(rules.one, format.spell([call])), format.spell([call])
-        assert follows(rules.many, format.spell([call]))
-    assert follows(rules.many, format.spell(WRITTEN))
     refused: list[tuple[str, dict[str, Any]]] = [
         ("weather", {}),
         ("weather", {"days": 3}),
@@ -101,13 +75,7 @@ def test_a_grammar_holds_what_the_model_writes(format: CallFormat) -> None:
         ("run", {"ratio": "x"}),
         ("other", {"city": "x"}),
     ]
-    for name, arguments in refused:
-        assert not follows(rules.one, format.spell([WrittenCall(name, arguments)])), arguments
-    one = format.spell(WRITTEN[:1])
-    for opener, rule in rules.behind.items():
-        assert not follows(rule, "")
-        if one.startswith(opener):
-            assert follows(rule, one.partition(opener)[2])
+    CallGrammar(format, [*TOOLS.schemas.items()]).check(WRITTEN, refused)
 
 
 GEMMA_TEXTS: list[tuple[str, dict[str, Any]]] = [
@@ -142,7 +110,7 @@ GEMMA_TEXTS: list[tuple[str, dict[str, Any]]] = [
 def test_gemma(body: str, arguments: dict[str, Any]) -> None:
     assert read_each_way(GEMMA4, f"a<|tool_call>{body}<tool_call|>", TOOLS) == [
         "a",
-        *heard(("weather", arguments)),
+        *heard(WrittenCall("weather", arguments)),
     ]
 
 
@@ -207,7 +175,7 @@ PYTHON_TEXTS: list[tuple[str, list[str | tuple[str, dict[str, Any]]]]] = [
 
 @pytest.mark.parametrize(("body", "expected"), PYTHON_TEXTS)
 def test_python(body: str, expected: list[tuple[str, dict[str, Any]]]) -> None:
-    calls = [(name, json.loads(text)) for name, text in heard(*expected)]
+    calls = [(name, json.loads(text)) for name, text in heard(*starmap(WrittenCall, expected))]
     marked = f"<|tool_call_start|>{body}<|tool_call_end|>"
     for text in (marked, marked + " Then.", marked[:-18]):
         read = read_each_way(LFM2, text, TOOLS)
@@ -239,7 +207,8 @@ def test_python_that_begins_an_answer() -> None:
 
 def test_a_call_a_line() -> None:
     text = "<function_calls>\nweather(city='a')\nrun(opts={\"a\": true}, ratio=null)\n"
-    calls = heard(("weather", {"city": "a"}), ("run", {"opts": {"a": True}, "ratio": None}))
+    run = WrittenCall("run", {"opts": {"a": True}, "ratio": None})
+    calls = heard(WrittenCall("weather", {"city": "a"}), run)
     assert read_each_way(OLMO3, text + "</function_calls> b", TOOLS) == [*calls, "b"]
     assert read_each_way(OLMO3, text, TOOLS) == calls
 
@@ -252,8 +221,8 @@ def test_functiongemma() -> None:
 @pytest.mark.parametrize("format", [FUNCTIONGEMMA, GEMMA4, LFM2, OLMO3], ids=named)
 def test_an_end_marker_in_a_string_that_is_closed(format: CallFormat) -> None:
     text = f"a {format.dropped[0]} 'b' \\n {format.dropped[0]}c"
-    spelled = format.spell([WrittenCall("weather", {"city": text}), WRITTEN[1]])
-    assert read_each_way(format, spelled, TOOLS) == heard(("weather", {"city": text}), ("now", {}))
+    calls = [WrittenCall("weather", {"city": text}), WRITTEN[1]]
+    assert read_each_way(format, format.spell(calls), TOOLS) == heard(*calls)
 
 
 @pytest.mark.parametrize("format", [GEMMA4, LFM2], ids=named)
@@ -268,11 +237,10 @@ def test_an_end_marker_behind_a_string_that_is_not_closed(format: CallFormat) ->
         first, *rest = whole
         assert first[0] == "weather"
         assert first[1].startswith('{"city": "x')
-        assert rest == ([] if text == broken else ["And then."] if "And" in text else [HEARD_NOW])
+        assert rest == (
+            [] if text == broken else ["And then."] if "And" in text else [("now", "{}")]
+        )
         assert read(format, shown, TOOLS, marks=marks) == whole
-
-
-HEARD_NOW = ("now", "{}")
 
 
 @pytest.mark.parametrize("text", ["[run(tags=['a', <think>", "[run(tags=[<think>x])]"])

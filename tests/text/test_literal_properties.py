@@ -7,17 +7,15 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llguidance import LLMatcher, LLTokenizer
 from mlx_lm.tool_parsers import gemma4, pythonic
 
 from mlxsrv.text.calls import CallFormat, Tools, WrittenCall
-from mlxsrv.text.lark import Lark
 from mlxsrv.text.literal_calls import GEMMA4, LFM2, LITERAL_FORMATS
 from mlxsrv.text.marks import SPELLED
 from tests.support.cuts import cut
 from tests.support.effort import examples
-from tests.support.reading import read, tokens
-from tests.text.test_literal_calls import TOOLS, named
+from tests.support.reading import CallGrammar, named, read, tokens
+from tests.text.test_literal_calls import TOOLS
 
 TEXTS = st.one_of(
     st.text(max_size=12),
@@ -110,15 +108,9 @@ def test_a_grammar_holds_all_calls_of_a_schema(
     format: CallFormat, call: tuple[dict[str, Any], dict[str, Any]]
 ) -> None:
     schema, arguments = call
-    tokenizer = LLTokenizer("byte")
-    lark = Lark(SPELLED, json.dumps)
-    rules = format.rules([("f", schema)], lark)
-    grammar = json.dumps({"grammars": [{"lark_grammar": lark.grammar(rules.one)}]})
-    matcher = LLMatcher(tokenizer, grammar)
-    assert not matcher.get_error(), grammar
-    text = format.spell([WrittenCall("f", arguments)])
-    assert matcher.try_consume_tokens(tokenizer.tokenize_str(text)) == len(text.encode()), text
-    assert matcher.is_accepting()
+    call_of = WrittenCall("f", arguments)
+    grammar = CallGrammar(format, [("f", schema)])
+    assert grammar.follows(grammar.rules.one, format.spell([call_of])), call_of
 
 
 NOISE = ["call:", "weather", "now", "run", "f", "(", ")", "[", "]", "{", "}", ":", "=", ",", " "]

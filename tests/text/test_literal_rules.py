@@ -11,7 +11,7 @@ from mlxsrv.text.calls import CallFormat, WrittenCall
 from mlxsrv.text.lark import Lark
 from mlxsrv.text.literal_calls import GEMMA4, LFM2, LITERAL_FORMATS, OLMO3
 from mlxsrv.text.marks import SPELLED
-from tests.text.test_literal_calls import named
+from tests.support.reading import named
 
 
 @pytest.mark.parametrize("format", [LFM2, OLMO3], ids=named)

@@ -6,14 +6,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llguidance import LLMatcher, LLTokenizer
 
 from mlxsrv.text.calls import Tools, WrittenCall
-from mlxsrv.text.lark import Lark
 from mlxsrv.text.marks import SPELLED
 from mlxsrv.text.nested_calls import MINIMAX_M3
 from tests.support.effort import examples
-from tests.support.reading import read, read_each_way, tokens
+from tests.support.reading import CallGrammar, check_cuts, read, read_each_way, tokens
 
 STRING, INTEGER = {"type": "string"}, {"type": "integer"}
 PLACE = {"type": "object", "properties": {"city": STRING, "zip": INTEGER}, "required": ["city"]}
@@ -146,40 +144,21 @@ def test_calls_as_the_model_writes_them(calls: list[WrittenCall]) -> None:
 
 def test_a_call_that_is_cut_anywhere_gives_the_beginning_of_the_whole_one() -> None:
     call = WrittenCall("f", {"a": "x</a>\n</b>", "names": ["a"], "place": {"city": "c"}, "n": 5})
-    marks = tokens(MINIMAX_M3)
-    text = marks.show(MINIMAX_M3.spell([call]))
-    [whole] = read(MINIMAX_M3, [text], TOOLS, marks=marks)
-    for place in range(len(text)):
-        for part in read(MINIMAX_M3, [text[:place]], TOOLS, marks=marks, cut=True):
-            assert part[0] == "f"
-            assert whole[1].startswith(part[1])
+    check_cuts(MINIMAX_M3, [call], TOOLS)
 
 
 def test_a_grammar_holds_what_the_model_writes() -> None:
-    tokenizer = LLTokenizer("byte")
-    lark = Lark(SPELLED, json.dumps)
-    rules = MINIMAX_M3.rules([*TOOLS.schemas.items()], lark)
-
-    def follows(rule: str, text: str) -> bool:
-        grammar = json.dumps({"grammars": [{"lark_grammar": lark.grammar(rule)}]})
-        matcher = LLMatcher(tokenizer, grammar)
-        assert not matcher.get_error()
-        taken = matcher.try_consume_tokens(tokenizer.tokenize_str(text))
-        return taken == len(text.encode()) and matcher.is_accepting()
-
     place = {"city": "<b>"}
     full = {"a": "", "n": 5, "place": {**place, "zip": 1}, "names": ["x", ""], "places": [place]}
     full |= {"any": {}, "kind": "xy", "maybe": None}
+    grammar = CallGrammar(MINIMAX_M3, [*TOOLS.schemas.items()])
     calls = [WrittenCall("f", {"a": "x", "place": place}), WrittenCall("g", {})]
-    written = MINIMAX_M3.spell
-    assert follows(rules.one, written(calls[:1]))
-    assert follows(rules.one, written(calls[1:]))
-    assert not follows(rules.one, written(calls))
-    assert follows(rules.many, written(calls))
-    full_text = written([WrittenCall("f", full)]).replace(signed("<any>~</any>"), "<any>{}~</any>")
-    assert follows(rules.one, full_text.replace("<any>{}~", signed("<any>{}~")))
-    for wrong in ({"a": "x"}, {"a": "x", "place": {}}, {"a": "x", "place": place, "kind": "z"}):
-        assert not follows(rules.one, written([WrittenCall("f", wrong)]))
-    assert not follows(rules.one, written([WrittenCall("h", {})]))
-    assert follows(rules.behind[SIGN], written(calls).removeprefix(SIGN))
-    assert follows(rules.behind[SIGN], signed('<invoke name="g">~</invoke>\n'))
+    wrong: list[dict[str, Any]] = [
+        {"a": "x"},
+        {"a": "x", "place": {}},
+        {"a": "x", "place": place, "kind": "z"},
+    ]
+    grammar.check(calls, [("h", {}), *(("f", each) for each in wrong)])
+    text = MINIMAX_M3.spell([WrittenCall("f", full)])
+    assert grammar.follows(grammar.rules.one, text.replace(signed("<any>~"), signed("<any>{}~")))
+    assert grammar.follows(grammar.rules.behind[SIGN], signed('<invoke name="g">~</invoke>\n'))

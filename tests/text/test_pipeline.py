@@ -13,8 +13,8 @@ from mlxsrv.text.pipeline import TextPipeline
 from mlxsrv.text.reader import OutputPart, ToolArguments, ToolOpened
 from mlxsrv.text.stage import Stage
 from mlxsrv.text.stops import StopStrings
-from tests.support.answers import caller, thoughts
 from tests.support.cuts import cut, joined
+from tests.support.reading import caller, thoughts
 from tests.support.tool_calls import TOOLS
 
 START, END = "<think>", "</think>"

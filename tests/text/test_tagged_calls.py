@@ -6,10 +6,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from llguidance import LLMatcher, LLTokenizer
 
 from mlxsrv.text.calls import CallClosed, CallFormat, CallOpened, Tools, WrittenCall
-from mlxsrv.text.lark import Lark
 from mlxsrv.text.marks import SPELLED
 from mlxsrv.text.tagged_formats import (
     DEEPSEEK_V4,
@@ -23,9 +21,19 @@ from mlxsrv.text.tagged_formats import (
     QWEN_XML,
     TAGGED_FORMATS,
 )
-from tests.support.answers import merge
 from tests.support.cuts import cut
-from tests.support.reading import Read, read, read_each_way, reader, tokens
+from tests.support.reading import (
+    CallGrammar,
+    Read,
+    caller,
+    check_cuts,
+    heard,
+    merge,
+    named,
+    read,
+    read_each_way,
+    tokens,
+)
 
 TEXT = {"type": "string"}
 WRITE = {"properties": {"path": TEXT, "text": TEXT}, "required": ["path"]}
@@ -44,17 +52,13 @@ WRITTEN = [
     WrittenCall("now", {}),
     WrittenCall("run", {"opts": {"a": ["<x>", None]}, "n": 5, "on": True, "any": "x"}),
 ]
-HEARD = [(call.name, json.dumps(call.arguments, ensure_ascii=False)) for call in WRITTEN]
+HEARD = heard(*WRITTEN)
 NOW = ("now", "{}")
 NOW_XML = "<tool_call>\n<function=now>\n</function>\n</tool_call>"
 
 
 # A frame reads the header before its blocks.
 OPENED = [each for each in TAGGED_FORMATS if each is not MUSE]
-
-
-def named(format: CallFormat) -> str:
-    return format.name
 
 
 @pytest.mark.slow
@@ -71,16 +75,7 @@ def test_calls_as_the_model_writes_them(format: CallFormat) -> None:
 def test_a_call_that_is_cut_anywhere_gives_the_beginning_of_the_whole_one(
     format: CallFormat,
 ) -> None:
-    whole = format.spell([WRITTEN[0], WRITTEN[2]])
-    for marks in (SPELLED, tokens(format)):
-        text = marks.show(whole)
-        for place in range(1, len(text)):
-            heard = read(format, [text[:place]], TOOLS, marks=marks, cut=True)
-            assert len(heard) <= 2
-            for part, (name, arguments) in zip(heard, [HEARD[0], HEARD[2]], strict=False):
-                if not isinstance(part, str):
-                    assert part[0] == name
-                    assert arguments.startswith(part[1])
+    check_cuts(format, [WRITTEN[0], WRITTEN[2]], TOOLS)
 
 
 @pytest.mark.parametrize("format", OPENED, ids=named)
@@ -94,22 +89,8 @@ def test_a_call_without_its_last_closers_is_whole(format: CallFormat) -> None:
 
 @pytest.mark.parametrize("format", TAGGED_FORMATS, ids=named)
 def test_a_grammar_holds_what_the_model_writes(format: CallFormat) -> None:
-    tokenizer = LLTokenizer("byte")
-    lark = Lark(SPELLED, json.dumps)
-    rules = format.rules([*TOOLS.schemas.items()], lark)
-
-    def follows(rule: str, text: str) -> bool:
-        grammar = json.dumps({"grammars": [{"lark_grammar": lark.grammar(rule)}]})
-        matcher = LLMatcher(tokenizer, grammar)
-        assert not matcher.get_error()
-        taken = matcher.try_consume_tokens(tokenizer.tokenize_str(text))
-        return taken == len(text.encode()) and matcher.is_accepting()
-
-    for call in WRITTEN:
-        assert follows(rules.one, format.spell([call])), call
-        assert follows(rules.many, format.spell([call]))
-    assert follows(rules.many, format.spell(WRITTEN))
-    assert follows(rules.one, format.spell([WrittenCall("write", {"text": "x", "path": ""})]))
+    grammar = CallGrammar(format, [*TOOLS.schemas.items()])
+    assert grammar.takes(WrittenCall("write", {"text": "x", "path": ""}))
     refused: list[tuple[str, dict[str, Any]]] = [
         ("write", {}),
         ("write", {"text": "x"}),
@@ -117,13 +98,7 @@ def test_a_grammar_holds_what_the_model_writes(format: CallFormat) -> None:
         ("run", {"n": "x"}),
         ("other", {"path": "x"}),
     ]
-    for name, arguments in refused:
-        assert not follows(rules.one, format.spell([WrittenCall(name, arguments)])), arguments
-    one = format.spell(WRITTEN[:1])
-    for opener, rule in rules.behind.items():
-        assert not follows(rule, "")
-        if one.startswith(opener):
-            assert follows(rule, one.partition(opener)[2])
+    grammar.check(WRITTEN, refused)
 
 
 def searched(query: str, rest: str = "") -> tuple[str, str]:
@@ -285,8 +260,8 @@ READ: list[tuple[CallFormat, str, Read]] = [
 
 @pytest.mark.slow
 def test_calls_as_models_slip() -> None:
-    for format, text, heard in READ:
-        assert read_each_way(format, text, TOOLS) == heard, text
+    for format, text, expected in READ:
+        assert read_each_way(format, text, TOOLS) == expected, text
     for slip in SLIPS:
         text = f"<tool_call>{slip}</tool_call>x"
         assert read_each_way(GLM, text, TOOLS) == [SEARCHED, "x"], text
@@ -294,9 +269,9 @@ def test_calls_as_models_slip() -> None:
 
 def test_a_value_that_never_ends_is_given_as_far_as_it_goes() -> None:
     for text in (f"{BLOCK}a\n</par", BLOCK.replace("query", "limit") + "7"):
-        stage = reader(QWEN_XML, TOOLS, SPELLED)
-        heard = merge([*stage.feed(text), *stage.flush()])
-        assert heard == [("search", '{"query": "a\\n</par' if "query" in text else '{"limit": 7')]
+        stage = caller(QWEN_XML, TOOLS)
+        said = merge([*stage.feed(text), *stage.flush()])
+        assert said == [("search", '{"query": "a\\n</par' if "query" in text else '{"limit": 7')]
         assert stage.faults == ["never closed"]
         assert stage.fragment == text
 
@@ -342,8 +317,8 @@ def test_what_is_written_is_read(
     for marks in (SPELLED, tokens(format)):
         text = marks.show(format.spell([call, WrittenCall("now", {})]))
         tools = Tools({call.name: {"properties": properties}, "now": {}})
-        heard = read(format, [*cut(data, text)], tools, marks=marks)
-        assert [(part[0], json.loads(part[1])) for part in heard] == [
+        found = read(format, [*cut(data, text)], tools, marks=marks)
+        assert [(part[0], json.loads(part[1])) for part in found] == [
             (call.name, call.arguments),
             ("now", {}),
         ]

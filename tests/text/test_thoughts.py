@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.answers import pieces, thoughts
 from tests.support.cuts import cut, joined
+from tests.support.reading import pieces, thoughts
 
 START, END = "<think>", "</think>"
 FRAGMENTS = [START, END, "<th", "ink>", "</", "<", "\n", " ", "\r\n", "a", "é", "🙂 b"]

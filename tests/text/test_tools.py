@@ -7,7 +7,7 @@ import pytest
 from mlxsrv.text.calls import Tools
 from mlxsrv.text.json_calls import HERMES
 from mlxsrv.text.reader import ToolArguments, ToolOpened
-from tests.support.answers import caller
+from tests.support.reading import caller
 from tests.support.tool_calls import (
     CUT,
     END,
