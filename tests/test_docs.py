@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import configparser
 import json
+import plistlib
 import re
 import shlex
+import sys
 import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from functools import cache
@@ -206,8 +209,9 @@ def test_named_make_targets_are_there(page: Path) -> None:
 def test_named_commands_are_there(page: Path) -> None:
     lines = [*"\n".join(blocks(page, "sh")).splitlines(), *spans(page)]
     for line in lines:
+        line = re.sub(r"^(~/mlxsrv-env/bin/)?mlxsrv(?= |$)", "python -m mlxsrv", line)
         words = shlex.split(line, comments=True) if line.startswith("python -m ") else []
-        if not words:
+        if not words or words[2] in sys.stdlib_module_names:
             continue
         module, *arguments = words[2:]
         if module != "mlxsrv":
@@ -227,10 +231,22 @@ def test_named_flags_are_options(page: Path) -> None:
 
 def test_named_extras_are_there() -> None:
     project = tomllib.loads(read(ROOT / "pyproject.toml"))["project"]
-    named = re.findall(r"mlxsrv\[([\w,]+)\]", read(ROOT / "README.md"))
+    section = read(ROOT / "README.md").partition("## Install\n")[2].partition("\n## ")[0]
+    named = [*re.findall(r"\.\[([\w,]+)\]", section), *re.findall(r"`(\w+)` \(", section)]
     assert {extra for each in named for extra in each.split(",")} == {
         *project["optional-dependencies"]
     } - {"test", "fuzz", "bench", "clients", "page", "real"}
+
+
+def test_the_unit_files_are_read() -> None:
+    page = DOCS / "get-started.md"
+    [unit], [plist] = blocks(page, "ini"), blocks(page, "xml")
+    service = configparser.ConfigParser(interpolation=None)
+    service.read_string(unit)
+    agent = plistlib.loads(plist.encode())
+    for program, *arguments in (service["Service"]["ExecStart"].split(), agent["ProgramArguments"]):
+        assert program.endswith("/mlxsrv-env/bin/mlxsrv")
+        option_parser().parse_args(arguments)
 
 
 # What there is is told.
@@ -277,6 +293,29 @@ def test_every_error_is_told_with_its_status_and_no_other() -> None:
     assert told == {(kind.status, kind.code) for kind in raised}
 
 
+@cache
+def messages() -> str:
+    """All texts of the package, a line each; what is put into one is `…`."""
+    found = []
+    for path in (ROOT / "mlxsrv").rglob("*.py"):
+        for node in ast.walk(ast.parse(read(path))):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            texts = [part.value if isinstance(part, ast.Constant) else "…" for part in parts]
+            found.append("".join(text for text in texts if isinstance(text, str)))
+    return "\n".join(found)
+
+
+def test_the_messages_of_troubleshooting_are_the_servers() -> None:
+    """Messages of other programs have the program's name before them."""
+    section = read(DOCS / "troubleshooting.md").partition("## Answers that look wrong")[0]
+    firsts = [cells[0] for cells in rows(section) if not re.match(r"[\w ]+: `", cells[0])]
+    told = [message for first in firsts for message in re.findall(r"`(.+?)`", first)]
+    assert len(told) > 30
+    for message in told:
+        for part in re.split(r"…|'[\w.]+'", message):
+            assert part.strip() in messages(), message
+
+
 def test_every_metric_is_told_and_no_other() -> None:
     source = read(ROOT / "mlxsrv" / "web" / "observability" / "metrics.py")
     made = set(re.findall(r'_(?:name|counter|count|histogram|gauge)\(\s*"(\w+)"', source))
@@ -287,6 +326,8 @@ def test_every_metric_is_told_and_no_other() -> None:
         for name in re.findall(r"`(\w+)`", re.sub(r"\([^)]*\)", "", cells[1]))
     }
     assert told == made
+    alerts = re.findall(r"mlxsrv:(\w+?)(?:_total|_bucket)?[\W]", read(DOCS / "operations.md"))
+    assert {*alerts} - {""} <= made
 
 
 def test_the_glossary_is_short() -> None:
