@@ -293,8 +293,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         int, Meta(ge=1, description="Most answers to one request: its prompts times `n`.")
     ] = 128
     default_max_tokens: Annotated[
-        int, Meta(ge=1, description="`max_tokens` of chat requests without one.")
-    ] = 4096
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(
+            description="`max_tokens` of chat requests without one. Unset: what is left of the "
+            "model's context."
+        ),
+    ] = None
     default_thinking_budget: Annotated[
         Annotated[int, Meta(ge=0)] | None,
         Meta(

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 # shorter sequences of tokens with reason.
 _REPETITION = RepetitionLimit(longest=1024, shortest=16, count=4)
 
+_NO_CONTEXT = 4096  # tokens of an answer where neither the request nor the model has a limit
+
 
 @dataclass(frozen=True)
 class ChoiceFactory:
@@ -145,8 +147,9 @@ class ChoiceFactory:
             context, param = asked, self.spec.path("context")
             whose = f"{param} is"
         if context is None:
-            return limit
+            return _NO_CONTEXT if limit is None else limit
         left = context - prompt_tokens
+        limit = max(left, 1) if limit is None else limit
         if left < min(limit, 1):
             raise ContextLengthExceeded(
                 f"{whose} {context} tokens; the prompt has {prompt_tokens}, which leaves no room "

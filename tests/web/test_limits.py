@@ -19,6 +19,7 @@ import pytest
 from tests.support.client import CHAT, COMPLETIONS, ask, chat, completion, refused
 from tests.support.fixtures import Folders
 from tests.support.serving import PATIENCE, Server, serving, wait_for
+from tests.support.tiny import write_model
 
 LIMIT = 64 * 1024
 """Bytes of headers."""
@@ -472,3 +473,25 @@ def test_the_log_names_refusals_that_never_were_requests(hurried: Server) -> Non
     assert given
     line = hurried.logged("request refused", request=given[1])
     assert (line["status"], line["why"]) == (400, "invalid_http")
+
+
+def test_an_answer_without_a_limit_may_use_the_context(tmp_path: Path) -> None:
+    """In each dialect; or what the operator sets."""
+    folder = write_model(tmp_path / "short", "qwen3", plain=True, max_position_embeddings=120)
+    text = [{"role": "user", "content": "Hi"}]
+    with serving(tmp_path, "--model", f"t={folder}") as server, server.client() as client:
+        chats, messages = (
+            client.post(path, json={"model": "t", "messages": text}).json()["usage"]
+            for path in (CHAT, "/v1/messages")
+        )
+        responses = client.post("/v1/responses", json={"model": "t", "input": "Hi"}).json()
+        ollama = {"model": "t", "messages": text, "stream": False}
+        told = client.post("/api/chat", json=ollama).json()
+    assert chats["total_tokens"] == 120
+    assert messages["input_tokens"] + messages["output_tokens"] == 120
+    assert responses["usage"]["total_tokens"] == 120
+    assert responses["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert told["prompt_eval_count"] + told["eval_count"] == 120
+    bounded = ("--model", f"t={folder}", "--default-max-tokens", "5")
+    with serving(tmp_path, *bounded) as server, server.client() as client:
+        assert ask(client, chat(max_tokens=-1))["usage"]["completion_tokens"] == 5
