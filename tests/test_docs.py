@@ -27,6 +27,10 @@ from mlxsrv.errors import ServeError
 from mlxsrv.models.pool import model
 from mlxsrv.service import lifecycle
 from mlxsrv.settings import options
+from mlxsrv.wire.decoding import RequestDecoder
+from mlxsrv.wire.openai.embeddings import EMBEDDING_REQUESTS
+from mlxsrv.wire.openai.requests import CHAT_REQUESTS, COMPLETION_REQUESTS
+from mlxsrv.wire.responses.requests import RESPONSES_REQUESTS
 from tests.support.operations import every_operation
 from tests.test_house import FLOORS, WITHOUT_MLX
 
@@ -275,6 +279,33 @@ def test_every_field_of_a_request_is_told() -> None:
         for struct in filter(None, (operation.asks, operation.query)):
             fields = {field.encode_name for field in msgspec.structs.fields(struct)}
             assert fields <= told, f"{operation.path}: {fields - told}"
+
+
+def parameter_rows() -> Iterator[tuple[str, list[str]]]:
+    """OpenAI's parameters, each with what becomes of it in each kind of request that has it."""
+    there = json.loads(read(ROOT / "tests" / "support" / "openai_parameters.json"))
+    asked: dict[str, RequestDecoder[Any]] = {
+        "chat": CHAT_REQUESTS,
+        "text": COMPLETION_REQUESTS,
+        "responses": RESPONSES_REQUESTS,
+        "embeddings": EMBEDDING_REQUESTS,
+    }
+
+    def cell(kind: str, name: str) -> str:
+        if name not in there[kind]:
+            return ""
+        if name in asked[kind].kind.__struct_fields__:
+            return "yes"
+        return "400" if name in asked[kind].neutral else "ignored"
+
+    for name in sorted({name for kind in asked for name in there[kind]}):
+        yield name, [cell(kind, name) for kind in asked]
+
+
+def test_every_parameter_of_openai_is_told() -> None:
+    section = read(DOCS / "http-api.md").partition("## OpenAI parameters\n")[2]
+    told = {cells[0].strip("`"): cells[1:5] for cells in rows(section.partition("\n## ")[0])}
+    assert told == dict(parameter_rows())
 
 
 def test_every_error_is_told_with_its_status_and_no_other() -> None:
