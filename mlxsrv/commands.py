@@ -1,4 +1,4 @@
-"""The commands besides serving: `mlxsrv models`, `mlxsrv pull`, `mlxsrv connect`, `mlxsrv replay`
+"""The commands: `mlxsrv serve`, `mlxsrv models`, `mlxsrv pull`, `mlxsrv connect`, `mlxsrv replay`
 and `mlxsrv replicas`.
 
 Each takes its arguments, prints, and raises SettingsError or ServeError.
@@ -6,15 +6,15 @@ Each takes its arguments, prints, and raises SettingsError or ServeError.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
-from mlxsrv.configuration import option_parser, settings_from
+from mlxsrv.arguments import Arguments, command_arguments, server_arguments
+from mlxsrv.configuration import settings_from
 from mlxsrv.connect.address import find_address
 from mlxsrv.connect.clients import CLIENTS
 from mlxsrv.connect.setup import ClientSetup
@@ -25,6 +25,13 @@ from mlxsrv.models.catalogue import hub_cache
 from mlxsrv.models.catalogue.catalogue import Catalogue, ModelEntry
 from mlxsrv.options import SettingsError
 from mlxsrv.replicas.command import replicas
+from mlxsrv.server.serve import serve
+
+
+def run_server(arguments: Sequence[str]) -> int:
+    """Serve until a signal. Returns the exit status."""
+    parser = server_arguments({name: command.does for name, command in COMMANDS.items()})
+    return serve(settings_from(parser.read(arguments)))
 
 
 class ModelLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,13 +59,13 @@ def models(arguments: Sequence[str]) -> None:
 
     No model is loaded.
     """
-    parser = option_parser(
+    parser = command_arguments(
         "models",
         "List the models that a server with the same options would serve, and why others "
         "cannot be.",
     )
     parser.add_argument("--json", action="store_true", help="Print JSON, one list of objects.")
-    flags = vars(parser.parse_args(arguments))
+    flags = parser.read(arguments)
     as_json = flags.pop("json")
     catalogue = Catalogue(settings_from(flags))
     catalogue.scan()
@@ -122,30 +129,32 @@ def _bytes(number: float) -> str:
 
 def pull(arguments: Sequence[str]) -> None:
     """Download a model into the Hugging Face cache and print its folder."""
-    parser = argparse.ArgumentParser(
-        prog="mlxsrv pull",
-        description="Download a model from the Hugging Face hub into its cache, where a server "
-        "finds it. A download that was interrupted continues where it stopped.",
+    parser = Arguments(
+        "pull",
+        "Download a model from the Hugging Face hub into its cache, where a server finds it. A "
+        "download that was interrupted continues where it stopped.",
+        operands="ORG/NAME[@REVISION]",
     )
-    parser.add_argument("repository", metavar="ORG/NAME[@REVISION]")
+    parser.add_argument("repository", metavar="ORG/NAME[@REVISION]", help="The model on the hub.")
     parser.add_argument("--quiet", action="store_true", help="Show no progress.")
-    asked = parser.parse_args(arguments)
+    asked = parser.read(arguments)
     try:
-        repository = hub_cache.Repository.parse(asked.repository)
+        repository = hub_cache.Repository.parse(asked["repository"])
     except ValueError as error:
         raise SettingsError(str(error)) from None
     # Imported here, because the import takes 0.1 s and the other commands do not need it.
     from mlxsrv.models.catalogue.download import fetch
 
-    print(fetch(repository, progress=not asked.quiet and sys.stderr.isatty()))
+    print(fetch(repository, progress=not asked["quiet"] and sys.stderr.isatty()))
 
 
 def connect(arguments: Sequence[str]) -> None:
     """Print what makes a client use the server with these options, or write it."""
-    parser = option_parser(
+    parser = command_arguments(
         "connect",
         f"Print the settings that a client needs to use this server. Give it the options that the "
         f"server has; no server need run. CLIENT is one of: {', '.join(CLIENTS)}.",
+        operands="CLIENT",
     )
     parser.add_argument("client", metavar="CLIENT", nargs="?")
     parser.add_argument(
@@ -161,7 +170,7 @@ def connect(arguments: Sequence[str]) -> None:
         "A copy of the old file is kept beside it.",
     )
     parser.add_argument("--yes", action="store_true", help="Write without asking.")
-    flags = vars(parser.parse_args(arguments))
+    flags = parser.read(arguments)
     client, model, url = (flags.pop(name) for name in ("client", "for_model", "url"))
     write, yes = flags.pop("write"), flags.pop("yes")
     if client not in CLIENTS:
@@ -199,19 +208,37 @@ def _agreed() -> bool:
 
 def replay(arguments: Sequence[str]) -> None:
     """Run a record again: print what is in it, and whether the scheduler plans the same."""
-    parser = argparse.ArgumentParser(
-        prog="mlxsrv replay",
-        description="Give the orders and outcomes of a record (mlxsrv --record FILE) to the "
+    parser = Arguments(
+        "replay",
+        "Give the orders and outcomes of a record (mlxsrv --record FILE) to the "
         "scheduler, and compare its plans with those that were recorded. It needs no model. Exit "
         "status 1: something differs.",
+        operands="FILE",
     )
     parser.add_argument("record", metavar="FILE", help="The record, which may be a .gz file.")
     try:
-        replay_record(parser.parse_args(arguments).record)
+        replay_record(parser.read(arguments)["record"])
     except RecordError as error:
         raise SettingsError(str(error)) from None
 
 
-COMMANDS: Final[Mapping[str, Callable[[Sequence[str]], None]]] = MappingProxyType(
-    {"models": models, "pull": pull, "connect": connect, "replay": replay, "replicas": replicas}
+class Command(NamedTuple):
+    """A command, and the line in the help of `mlxsrv` that says what it does.
+
+    `run` returns the exit status; None is 0.
+    """
+
+    run: Callable[[Sequence[str]], int | None]
+    does: str
+
+
+COMMANDS: Final[Mapping[str, Command]] = MappingProxyType(
+    {
+        "serve": Command(run_server, "serve models; mlxsrv without a command does the same"),
+        "models": Command(models, "list the models that would be served, and why not others"),
+        "pull": Command(pull, "download a model"),
+        "connect": Command(connect, "set up a client: codex, claude, opencode and others"),
+        "replicas": Command(replicas, "serve with several processes, under Ray Serve"),
+        "replay": Command(replay, "run a record of a server again, for a bug report"),
+    }
 )

@@ -1,19 +1,22 @@
-"""Read the settings from flags, variables and a TOML file; write the help and the table of options.
+"""Read the settings from flags, variables and a TOML file; write the table of options.
 
 A flag overrides a variable, a variable overrides the file, and the file overrides the default.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
+from mlxsrv.arguments import did_you_mean, server_arguments
 from mlxsrv.options import ENV_PREFIX, Option, SettingsError
 from mlxsrv.settings import Settings, options
-from mlxsrv.version import __version__
+
+_OTHERS = ("CONFIG", "PATCHES")
+"""Variables that are no options."""
 
 
 def load_settings(
@@ -27,13 +30,13 @@ def load_settings(
     Raises:
         SettingsError: a value, a name or the file is wrong; the message is one line.
     """
-    return settings_from(
-        vars(option_parser().parse_args(argv)) if argv is not None else {}, environ
-    )
+    return settings_from(server_arguments().read(argv) if argv is not None else {}, environ)
 
 
 def settings_from(flags: dict[str, Any], environ: Mapping[str, str] = os.environ) -> Settings:
-    """As `load_settings`, with flags that `option_parser` has parsed. Raises SettingsError."""
+    """As `load_settings`, with flags that `Arguments` has read. Raises SettingsError."""
+    if (first := flags.pop("first_model", None)) is not None:
+        flags["model"] = [first, *(flags.get("model") or ())]
     path = flags.pop("config", None) or environ.get(ENV_PREFIX + "CONFIG")
     values = _from_file(path) if path else {}
     values |= _from_environment(environ)
@@ -52,7 +55,8 @@ def _from_file(path: str) -> dict[str, Any]:
     for key, value in table.items():
         option = known.get(key.replace("-", "_"))
         if option is None:
-            raise SettingsError(f"{path}: there is no option {key!r}")
+            near = did_you_mean(key, (name.replace("_", "-") for name in known))
+            raise SettingsError(f"{path}: there is no option {key!r}{near}")
         values[option.name] = _named(f"{path}: {key}", option.check, value)
     return values
 
@@ -84,72 +88,30 @@ def _named(where: str, read: Callable[[Any], Any], value: Any) -> Any:
         raise SettingsError(f"{where}: {error}") from None
 
 
-def option_parser(
-    command: str = "",
-    does: str = "Serve MLX language models over OpenAI's, Anthropic's and Ollama's APIs.\n"
-    "Other commands: mlxsrv models (list what would be served), mlxsrv pull (download a model), "
-    "mlxsrv connect (set up a client), mlxsrv replay (show a record), mlxsrv replicas (serve with "
-    "several processes).",
-) -> argparse.ArgumentParser:
-    """Make the parser of all options, for the server or for another command.
+def unknown_variables(environ: Mapping[str, str] = os.environ) -> Iterator[str]:
+    """Sentences on the variables that look like an option's and are none."""
+    known = {option.variable for option in options()} | {f"{ENV_PREFIX}{name}" for name in _OTHERS}
+    for name in environ:
+        if name.startswith(ENV_PREFIX) and name not in known:
+            yield f"the variable {name} means nothing{did_you_mean(name, known)}"
 
-    Args:
-        command: its name; "" for the server.
-        does: the description in its help.
-    """
-    parser = argparse.ArgumentParser(
-        prog=f"mlxsrv {command}".rstrip(),
-        description=does,
-        epilog=f"Each option is also a variable ({ENV_PREFIX}PORT=9000) and a key of the TOML file "
-        "that --config names. A flag overrides a variable, and a variable overrides the file. "
-        f"{ENV_PREFIX}PATCHES=off leaves MLX, mlx-lm and transformers unpatched.",
-        allow_abbrev=False,
-    )
-    if not command:
-        version = f"mlxsrv {__version__}"
-        parser.add_argument(
-            "--version", action="version", version=version, help="Print the version."
-        )
-    parser.add_argument("--config", metavar="FILE.toml", help="Read options from a TOML file.")
-    for option in options():
-        shown = f" (default: {option.shown_default})" if option.shown_default else ""
-        # argparse expands % in help texts.
-        text = (_choices(option) + option.help + shown).replace("%", "%%")
-        if option.switch:
-            parser.add_argument(
-                option.flag,
-                dest=option.name,
-                action=argparse.BooleanOptionalAction,
-                default=None,
-                help=text,
+
+def options_table() -> str:
+    """The tables of options in docs/options.md, in Markdown: one for each group."""
+    lines: list[str] = []
+    for title, members in groupby(options(), key=lambda option: option.group):
+        lines += [f"### {title}", ""]
+        lines += ["| option | variable | default | what |", "|---|---|---|---|"]
+        for option in members:
+            default = f"`{option.shown_default}`" if option.shown_default else ""
+            also = (
+                f" Also: {', '.join(f'`{flag}`' for flag in option.also)}." if option.also else ""
             )
-            continue
-        parser.add_argument(
-            option.flag,
-            *option.also,
-            dest=option.name,
-            action="append" if option.repeatable else "store",
-            metavar=option.metavar or option.name.rsplit("_", 1)[-1].upper(),
-            help=text,
-        )
-    parser.add_argument(
-        "--enable-auto-tool-choice",
-        action="store_true",
-        help="Changes nothing: vLLM needs it to call tools.",
-    )
-    return parser
+            text = (_choices(option) + option.help + also).replace("|", "\\|")
+            lines.append(f"| `{option.flag}` | `{option.variable}` | {default} | {text} |")
+        lines.append("")
+    return "\n".join(lines)
 
 
 def _choices(option: Option) -> str:
     return f"{{{','.join(option.choices)}}} " if option.choices else ""
-
-
-def options_table() -> str:
-    """The table of options in docs/options.md, in Markdown."""
-    rows = ["| option | variable | default | what |", "|---|---|---|---|"]
-    for option in options():
-        default = f"`{option.shown_default}`" if option.shown_default else ""
-        also = f" Also: {', '.join(f'`{flag}`' for flag in option.also)}." if option.also else ""
-        text = (_choices(option) + option.help + also).replace("|", "\\|")
-        rows.append(f"| `{option.flag}` | `{option.variable}` | {default} | {text} |")
-    return "\n".join(rows)

@@ -7,12 +7,19 @@ line, the variables and the TOML file are made from what `options_of` says about
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import cache
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
+from msgspec import Meta
 
 ENV_PREFIX = "MLXSRV_"
+
+# `$` alone also matches before a newline at the end.
+Key = Annotated[str, Meta(pattern=r"^[!-~]+(?!\n)$")]
+Origin = Annotated[str, Meta(pattern=r"^(\*|null|[A-Za-z][A-Za-z0-9+.-]*://[^/\s]+/?)(?!\n)$")]
+HostName = Annotated[str, Meta(pattern=r"^(\*|[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\])(?!\n)$")]
 
 _GOT_TYPE = re.compile(r", got `\w+`")
 # A variable's text for a switch; a flag has none, and a TOML file has booleans.
@@ -20,6 +27,12 @@ _SWITCH = {
     **dict.fromkeys(("true", "1", "on", "yes"), True),
     **dict.fromkeys(("false", "0", "off", "no"), False),
 }
+_METAVARS = {
+    **dict.fromkeys(("TIMEOUT", "KEEPALIVE", "GAP", "GRACE"), "SECONDS"),
+    **dict.fromkeys(("CONTEXT", "BUDGET", "CHUNK", "START", "SIZE"), "TOKENS"),
+    **dict.fromkeys(("CONCURRENCY", "QUEUE", "CHOICES", "RESPONSES", "MODELS"), "N"),
+}
+"""Words for values, by the last word of the option's name."""
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])(i?)B?", re.IGNORECASE)
 
 
@@ -34,14 +47,19 @@ class Option(msgspec.Struct, frozen=True):
     type: Any
     default: Any
     help: str
-    metavar: str | None
-    choices: tuple[str, ...] | None
+    metavar: str
+    """A word for its value in help."""
+    choices: tuple[str, ...]
     bytes: bool
     secret: bool
     guards: bool
     """Whether it protects the server: if it is given but empty, that is an error."""
     also: tuple[str, ...]
     """Names of the flag in other servers."""
+    group: str
+    """The title under which help and documents have it."""
+    common: bool
+    """Whether the short help has it."""
 
     @property
     def flag(self) -> str:
@@ -99,28 +117,50 @@ def options_of(settings: type[msgspec.Struct]) -> tuple[Option, ...]:
 
     Args:
         settings: each of its fields is `Annotated` with one `Meta`, whose `extra` may have a
-            `metavar`, other names of the flag in `also`, and the flags `bytes` (a size, which may
-            have a unit), `secret` (never shown) and `guards`.
+            `metavar`, other names of the flag in `also`, the title of the `group` that begins with
+            it, and the flags `common` (shown in the short help), `bytes` (a size, which may have a
+            unit), `secret` (never shown) and `guards`.
     """
     hints = get_type_hints(settings, include_extras=True)
-    return tuple(_option(field, hints[field.name]) for field in msgspec.structs.fields(settings))
+    found: list[Option] = []
+    for field in msgspec.structs.fields(settings):
+        found.append(_option(field, hints[field.name], found[-1].group if found else ""))
+    return tuple(found)
 
 
-def _option(field: msgspec.structs.FieldInfo, annotation: Any) -> Option:
+def _option(field: msgspec.structs.FieldInfo, annotation: Any, group: str) -> Option:
     base, meta = get_args(annotation)
     extra = meta.extra or {}
+    choices = _choices(base)
+    repeatable = " Repeatable." if isinstance(field.default, tuple) else ""
     return Option(
         name=field.name,
         type=annotation,
         default=field.default,
-        help=meta.description,
-        metavar=extra.get("metavar"),
-        choices=get_args(base) if get_origin(base) is Literal else None,
+        help=meta.description + repeatable,
+        metavar=extra.get("metavar") or _metavar(field, choices),
+        choices=choices,
         bytes=extra.get("bytes", False),
         secret=extra.get("secret", False),
         guards=extra.get("guards", False),
         also=extra.get("also", ()),
+        group=extra.get("group", group),
+        common=extra.get("common", False),
     )
+
+
+def _choices(kind: Any) -> tuple[str, ...]:
+    """The values of a Literal, also of one that may be None."""
+    kinds = (kind, *get_args(kind))
+    found = next((get_args(each) for each in kinds if get_origin(each) is Literal), ())
+    return tuple(map(str, found))
+
+
+def _metavar(field: msgspec.structs.FieldInfo, choices: Sequence[str]) -> str:
+    if choices:
+        return f"{{{','.join(choices)}}}"
+    word = field.name.rsplit("_", 1)[-1].upper()
+    return _METAVARS.get(word, word)
 
 
 def _in_bytes(text: str) -> str:

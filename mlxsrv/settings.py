@@ -12,13 +12,10 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from mlxsrv.options import Option, SettingsError, options_of
+from mlxsrv.options import HostName, Key, Option, Origin, SettingsError, options_of
 
 _BYTES = {"metavar": "BYTES", "bytes": True}  # may be written as 512MB, 12GB, 1.5GiB
-# `$` alone also matches before a newline at the end.
-Key = Annotated[str, Meta(pattern=r"^[!-~]+(?!\n)$")]
-Origin = Annotated[str, Meta(pattern=r"^(\*|null|[A-Za-z][A-Za-z0-9+.-]*://[^/\s]+/?)(?!\n)$")]
-HostName = Annotated[str, Meta(pattern=r"^(\*|[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\])(?!\n)$")]
+_COMMON = {"common": True}  # in the short help
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,29 +30,32 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             description="Model to serve: a folder, a Hugging Face id, or demo (built in, and the "
             "default). NAME=MODEL gives it a name; MODEL+ADAPTER_DIR adds a LoRA adapter. "
-            "Repeatable; the first is the default model.",
-            extra={"metavar": "[NAME=]ID_OR_PATH[+ADAPTER_DIR]"},
+            "The first of several is the default model.",
+            extra=_COMMON | {"group": "Models", "metavar": "[NAME=]ID_OR_PATH[+ADAPTER_DIR]"},
         ),
     ] = ()
     models_dir: Annotated[
         tuple[str, ...],
         Meta(
-            description="Serve every model below this folder: DIR/NAME, DIR/ORG/NAME. Repeatable.",
-            extra={"metavar": "DIR"},
+            description="Serve every model below this folder: DIR/NAME, DIR/ORG/NAME.",
+            extra=_COMMON,
         ),
     ] = ()
     hf_cache: Annotated[
         bool, Meta(description="Serve the models in the Hugging Face cache, too.")
     ] = True
     allow_download: Annotated[
-        bool, Meta(description="Download a model when a request asks for an unknown ORG/NAME.")
+        bool,
+        Meta(
+            description="Download a model when a request asks for an unknown ORG/NAME.",
+            extra=_COMMON,
+        ),
     ] = False
     model_alias: Annotated[
         tuple[str, ...],
         Meta(
             description="Answer requests for names that match PATTERN, such as claude-*, with the "
-            "model NAME. A served model keeps its own name; the first matching pattern counts. "
-            "Repeatable.",
+            "model NAME. A served model keeps its own name; the first matching pattern counts.",
             extra={"metavar": "PATTERN=NAME"},
         ),
     ] = ()
@@ -69,144 +69,54 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     preload: Annotated[
         tuple[str, ...],
         Meta(
-            description="Load this model at start, like the default model. Repeatable.",
+            description="Load this model at start, like the default model.",
             extra={"metavar": "NAME"},
         ),
     ] = ()
     pin: Annotated[
         tuple[str, ...],
-        Meta(
-            description="Never unload this model once it is loaded. Repeatable.",
-            extra={"metavar": "NAME"},
-        ),
+        Meta(description="Never unload this model once it is loaded.", extra={"metavar": "NAME"}),
     ] = ()
-    max_models: Annotated[
-        Annotated[int, Meta(ge=1)] | None,
-        Meta(
-            description="Keep at most N models loaded; the one idle longest is unloaded first.",
-            extra={"metavar": "N"},
-        ),
-    ] = None
-    memory_limit: Annotated[
-        Annotated[int, Meta(ge=1)] | None,
-        Meta(
-            description="Memory for everything: the weights of all loaded models, the KV caches "
-            "of running requests, and cached prompts. Default: 90% of the working set that Metal "
-            "recommends; on CUDA 81% of the card, or 90% of its free memory if that is less; else "
-            "75% of RAM.",
-            extra=_BYTES,
-        ),
-    ] = None
-    mlx_cache_limit: Annotated[
-        Annotated[int, Meta(ge=0)] | None,
-        Meta(
-            description="Memory for freed buffers that MLX keeps for reuse, on top of "
-            "--memory-limit; 0: none. Default: 5% of the working set, of the card or of RAM, or "
-            "MLX's own limit if that is less.",
-            extra=_BYTES,
-        ),
-    ] = None
-    wire_memory: Annotated[
-        bool,
-        Meta(
-            description="Wire MLX's memory, so that macOS never swaps or compresses it. Some Macs "
-            "panic under it when several requests run."
-        ),
-    ] = False
-    idle_timeout: Annotated[
-        Annotated[float, Meta(gt=0)] | None,
-        Meta(description="Unload a model after so many seconds without a request."),
-    ] = None
-    max_context: Annotated[
-        Annotated[int, Meta(ge=1)] | None,
-        Meta(description="Longest context of any model, in tokens."),
-    ] = None
     draft_model: Annotated[
         tuple[str, ...],
         Meta(
             description="Speculative decoding: a small model that proposes tokens, which MODEL "
             "checks in one step. It is used while one request runs and while it is faster. "
             "`ngram` needs no second model: it proposes what followed the same tokens earlier in "
-            "the text. Without MODEL: for the default model. Repeatable.",
+            "the text. Without MODEL: for the default model.",
             extra={"metavar": "[MODEL=]ID_OR_PATH|ngram"},
         ),
     ] = ()
-    kv_bits: Annotated[
-        Literal[2, 3, 4, 5, 6, 8] | None,
-        Meta(
-            description="Quantize KV caches to this many bits.",
-            extra={"metavar": "BITS"},
-        ),
-    ] = None
-    quantized_kv_start: Annotated[
-        int,
-        Meta(
-            ge=0,
-            description="Tokens at the beginning of each text that --kv-bits leaves unquantized.",
-            extra={"metavar": "TOKENS"},
-        ),
-    ] = 512
-    max_kv_size: Annotated[
-        Annotated[int, Meta(ge=16)] | None,
-        Meta(
-            description="Longest KV cache of a request, in tokens: it keeps the first four and "
-            "the last TOKENS - 4.",
-            extra={"metavar": "TOKENS"},
-        ),
-    ] = None
-    trust_remote_code: Annotated[
-        bool, Meta(description="Run Python code from a model's files.")
-    ] = False
-    allow_chat_template: Annotated[
-        bool,
-        Meta(
-            description="Let a request bring its own chat_template, for trusted clients only. It "
-            "runs in a separate process, for at most 5 s, and on Linux with at most 4 GiB."
-        ),
-    ] = False
-    sae_dir: Annotated[
+    tool_format: Annotated[
         tuple[str, ...],
         Meta(
-            description="Offer every sparse autoencoder (SAE) below this folder at /api/saes. "
-            "Repeatable.",
-            extra={"metavar": "DIR"},
+            description="Format of MODEL's tool calls, by its name here, in vLLM or in SGLang; "
+            "none: calls stay text. Without MODEL: for the default model. Default: what the "
+            "model's files tell.",
+            extra={"metavar": "[MODEL=]FORMAT", "also": ("--tool-call-parser",)},
         ),
     ] = ()
-    attach_sae: Annotated[
+    thinking_format: Annotated[
         tuple[str, ...],
         Meta(
-            description="Attach this SAE at start. Without MODEL: to the default model. Without "
-            "LAYER: to the layer it was trained on. Repeatable.",
-            extra={"metavar": "[MODEL=]SAE[@LAYER]"},
+            description="Format of MODEL's thoughts, in the same way.",
+            extra={
+                "metavar": "[MODEL=]FORMAT",
+                "also": ("--reasoning-format", "--reasoning-parser"),
+            },
         ),
     ] = ()
-    profile: Annotated[
-        tuple[str, ...],
-        Meta(
-            description="Make this stored profile the default steering of its model at start, "
-            "after --attach-sae. Repeatable.",
-            extra={"metavar": "NAME"},
-        ),
-    ] = ()
-    control_vector: Annotated[
-        tuple[str, ...],
-        Meta(
-            description="Steer the default model with this control vector, a .gguf or "
-            ".safetensors file, times SCALE (default: 1). With 0, only in requests that name it. "
-            "Repeatable.",
-            extra={"metavar": "[NAME=]FILE[:SCALE]"},
-        ),
-    ] = ()
-    data_dir: Annotated[
+    host: Annotated[
         str,
         Meta(
             min_length=1,
-            description="Folder for steering profiles, created on first use.",
-            extra={"metavar": "DIR"},
+            description="Address to listen on.",
+            extra=_COMMON | {"group": "Network"},
         ),
-    ] = "~/.mlxsrv"
-    host: Annotated[str, Meta(min_length=1, description="Address to listen on.")] = "127.0.0.1"
-    port: Annotated[int, Meta(ge=0, le=65535, description="Port; 0 takes any free one.")] = 8000
+    ] = "127.0.0.1"
+    port: Annotated[
+        int, Meta(ge=0, le=65535, description="Port; 0 takes any free one.", extra=_COMMON)
+    ] = 8000
     page: Annotated[
         Literal["on", "off"],
         Meta(description="Serve a web page at GET /: chat, look inside, steer, watch the server."),
@@ -230,9 +140,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         tuple[Key, ...],
         Meta(
             description="Key that every request must carry, as Authorization: Bearer KEY or "
-            "x-api-key: KEY. /health, / and /page/* need none. Repeatable; any of the keys is "
-            "accepted.",
-            extra={"metavar": "KEY", "secret": True, "guards": True},
+            "x-api-key: KEY. /health, / and /page/* need none. "
+            "Any of several is accepted.",
+            extra=_COMMON | {"group": "Access", "secret": True, "guards": True},
         ),
     ] = ()
     api_key_file: Annotated[
@@ -240,15 +150,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             description="File with more keys, one per line; # begins a comment; priority=NUMBER "
             "may follow a key. Read at start.",
-            extra={"metavar": "FILE", "guards": True},
+            extra=_COMMON | {"guards": True},
         ),
     ] = None
     allowed_origin: Annotated[
         tuple[Origin, ...],
         Meta(
             description="Web origin whose pages may use this server from a browser, such as "
-            "https://app.example; * allows all, null allows pages without an origin. Repeatable.",
-            extra={"metavar": "ORIGIN"},
+            "https://app.example; * allows all, null allows pages without an origin.",
         ),
     ] = ()
     allowed_host: Annotated[
@@ -256,7 +165,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             description="Host name, without a port, to accept in the Host header besides this "
             "machine's own; * accepts all. Checked on loopback, and wherever this option is "
-            "given. Repeatable.",
+            "given.",
             extra={"metavar": "NAME"},
         ),
     ] = ()
@@ -268,35 +177,25 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             extra={"metavar": "REQUESTS"},
         ),
     ] = None
-    max_concurrency: Annotated[
-        int,
-        Meta(
-            ge=1,
-            le=1024,
-            description="Slots per model: at most N answers decode together.",
-            extra={"metavar": "N"},
-        ),
-    ] = 32
-    max_queue: Annotated[
-        int,
-        Meta(
-            ge=0,
-            description="Length of each model's queue. A request beyond it gets a 503. A single "
-            "client can use at most 75% of the free queue.",
-        ),
-    ] = 128
     allow_priority: Annotated[
-        bool,
-        Meta(description="Let a request set its priority: lower numbers are served first."),
+        bool, Meta(description="Let a request set its priority: lower numbers are served first.")
     ] = False
-    max_choices: Annotated[
-        int, Meta(ge=1, description="Most answers to one request: its prompts times `n`.")
-    ] = 128
+    allow_chat_template: Annotated[
+        bool,
+        Meta(
+            description="Let a request bring its own chat_template, for trusted clients only. It "
+            "runs in a separate process, for at most 5 s, and on Linux with at most 4 GiB."
+        ),
+    ] = False
+    trust_remote_code: Annotated[
+        bool, Meta(description="Run Python code from a model's files.")
+    ] = False
     default_max_tokens: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(
             description="`max_tokens` of chat requests without one. Unset: what is left of the "
-            "model's context."
+            "model's context.",
+            extra=_COMMON | {"group": "Answers"},
         ),
     ] = None
     default_thinking_budget: Annotated[
@@ -320,25 +219,100 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             "(extra structured)."
         ),
     ] = False
-    tool_format: Annotated[
-        tuple[str, ...],
+    max_choices: Annotated[
+        int, Meta(ge=1, description="Most answers to one request: its prompts times `n`.")
+    ] = 128
+    memory_limit: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
         Meta(
-            description="Format of MODEL's tool calls, by its name here, in vLLM or in SGLang; "
-            "none: calls stay text. Without MODEL: for the default model. Default: what the "
-            "model's files tell. Repeatable.",
-            extra={"metavar": "[MODEL=]FORMAT", "also": ("--tool-call-parser",)},
+            description="Memory for everything: the weights of all loaded models, the KV caches "
+            "of running requests, and cached prompts. Default: 90% of the working set that Metal "
+            "recommends; on CUDA 81% of the card, or 90% of its free memory if that is less; else "
+            "75% of RAM.",
+            extra=_COMMON | _BYTES | {"group": "Memory"},
         ),
-    ] = ()
-    thinking_format: Annotated[
-        tuple[str, ...],
+    ] = None
+    max_context: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="Longest context of any model, in tokens.", extra=_COMMON),
+    ] = None
+    max_models: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="Keep at most N models loaded; the one idle longest is unloaded first."),
+    ] = None
+    idle_timeout: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(description="Unload a model after so many seconds without a request.", extra=_COMMON),
+    ] = None
+    kv_bits: Annotated[
+        Literal[2, 3, 4, 5, 6, 8] | None,
+        Meta(description="Quantize KV caches to this many bits."),
+    ] = None
+    quantized_kv_start: Annotated[
+        int,
         Meta(
-            description="Format of MODEL's thoughts, in the same way. Repeatable.",
-            extra={
-                "metavar": "[MODEL=]FORMAT",
-                "also": ("--reasoning-format", "--reasoning-parser"),
-            },
+            ge=0,
+            description="Tokens at the beginning of each text that --kv-bits leaves unquantized.",
         ),
-    ] = ()
+    ] = 512
+    max_kv_size: Annotated[
+        Annotated[int, Meta(ge=16)] | None,
+        Meta(
+            description="Longest KV cache of a request, in tokens: it keeps the first four and "
+            "the last TOKENS - 4.",
+        ),
+    ] = None
+    prompt_cache_bytes: Annotated[
+        Annotated[int, Meta(ge=0)] | None,
+        Meta(
+            description="Memory for the prompt cache of each model; 0: no prompt cache. Default: "
+            "an eighth of the device's memory.",
+            extra=_BYTES,
+        ),
+    ] = None
+    prompt_cache_dir: Annotated[
+        Annotated[str, Meta(min_length=1)] | None,
+        Meta(
+            description="Keep cached prompts in this folder too, so that they survive a restart. "
+            "Created on first use. Default: memory only.",
+        ),
+    ] = None
+    prompt_cache_disk_bytes: Annotated[
+        int, Meta(ge=0, description="Disk space for --prompt-cache-dir.", extra=_BYTES)
+    ] = 20 * 1000**3
+    mlx_cache_limit: Annotated[
+        Annotated[int, Meta(ge=0)] | None,
+        Meta(
+            description="Memory for freed buffers that MLX keeps for reuse, on top of "
+            "--memory-limit; 0: none. Default: 5% of the working set, of the card or of RAM, or "
+            "MLX's own limit if that is less.",
+            extra=_BYTES,
+        ),
+    ] = None
+    wire_memory: Annotated[
+        bool,
+        Meta(
+            description="Wire MLX's memory, so that macOS never swaps or compresses it. Some Macs "
+            "panic under it when several requests run."
+        ),
+    ] = False
+    max_concurrency: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=1024,
+            description="Slots per model: at most N answers decode together.",
+            extra=_COMMON | {"group": "Limits"},
+        ),
+    ] = 32
+    max_queue: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Length of each model's queue. A request beyond it gets a 503. A single "
+            "client can use at most 75% of the free queue.",
+        ),
+    ] = 128
     queue_timeout: Annotated[
         float,
         Meta(
@@ -372,8 +346,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = 15.0
     max_body: Annotated[
-        int,
-        Meta(ge=1024, description="Largest request body. Larger ones get a 413.", extra=_BYTES),
+        int, Meta(ge=1024, description="Largest request body. Larger ones get a 413.", extra=_BYTES)
     ] = 32 * 1024 * 1024
     max_bodies: Annotated[
         Annotated[int, Meta(ge=1024)] | None,
@@ -402,8 +375,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = 1000
     max_responses_bytes: Annotated[
-        int,
-        Meta(ge=0, description="Memory for these responses.", extra=_BYTES),
+        int, Meta(ge=0, description="Memory for these responses.", extra=_BYTES)
     ] = 128 * 1024 * 1024
     prefill_chunk: Annotated[
         int, Meta(ge=16, description="Most prompt tokens read between two decode steps.")
@@ -415,58 +387,47 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             description="Seconds that a stream may pause while a part of another prompt is read.",
         ),
     ] = 0.2
-    prompt_cache_bytes: Annotated[
-        Annotated[int, Meta(ge=0)] | None,
+    sae_dir: Annotated[
+        tuple[str, ...],
         Meta(
-            description="Memory for the prompt cache of each model; 0: no prompt cache. Default: "
-            "an eighth of the device's memory.",
-            extra=_BYTES,
+            description="Offer every sparse autoencoder (SAE) below this folder at /api/saes.",
+            extra={"group": "Steering"},
         ),
-    ] = None
-    prompt_cache_dir: Annotated[
-        Annotated[str, Meta(min_length=1)] | None,
+    ] = ()
+    attach_sae: Annotated[
+        tuple[str, ...],
         Meta(
-            description="Keep cached prompts in this folder too, so that they survive a restart. "
-            "Created on first use. Default: memory only.",
-            extra={"metavar": "DIR"},
+            description="Attach this SAE at start. Without MODEL: to the default model. Without "
+            "LAYER: to the layer it was trained on.",
+            extra={"metavar": "[MODEL=]SAE[@LAYER]"},
         ),
-    ] = None
-    prompt_cache_disk_bytes: Annotated[
-        int,
-        Meta(ge=0, description="Disk space for --prompt-cache-dir.", extra=_BYTES),
-    ] = 20 * 1000**3
-    step_timeout: Annotated[
-        float,
+    ] = ()
+    profile: Annotated[
+        tuple[str, ...],
         Meta(
-            gt=0,
-            description="Seconds that one step of the engine may take. Then the log reports a "
-            "stall, and /health and /health/live answer 503 until the step ends.",
+            description="Make this stored profile the default steering of its model at start, "
+            "after --attach-sae.",
+            extra={"metavar": "NAME"},
         ),
-    ] = 120.0
-    parallel: Annotated[
-        Literal["tensor", "pipeline"] | None,
+    ] = ()
+    control_vector: Annotated[
+        tuple[str, ...],
         Meta(
-            description="Divide each model among the ranks that mlx.launch has started: tensor, "
-            "part of every layer; pipeline, whole layers."
+            description="Steer the default model with this control vector, a .gguf or "
+            ".safetensors file, times SCALE (default: 1). With 0, only in requests that name it.",
+            extra={"metavar": "[NAME=]FILE[:SCALE]"},
         ),
-    ] = None
-    exit_on_failure: Annotated[
-        bool,
-        Meta(
-            description="Exit with status 3 if the engine fails, so that a supervisor can restart "
-            "the process; otherwise it stays and answers 503. A stall does not count, because it "
-            "may end by itself: watch /health/live for that."
-        ),
-    ] = False
-    shutdown_grace: Annotated[
-        float, Meta(ge=0, description="Seconds for running requests to finish at shutdown.")
-    ] = 10.0
+    ] = ()
+    data_dir: Annotated[
+        str, Meta(min_length=1, description="Folder for steering profiles, created on first use.")
+    ] = "~/.mlxsrv"
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
-        Meta(description="Lowest level to log."),
+        Meta(description="Lowest level to log.", extra=_COMMON | {"group": "Logs"}),
     ] = "info"
     log_format: Annotated[
-        Literal["text", "json"], Meta(description="Log lines as text or as JSON objects.")
+        Literal["text", "json"],
+        Meta(description="Log lines as text or as JSON objects.", extra=_COMMON),
     ] = "text"
     record: Annotated[
         Annotated[str, Meta(min_length=1)] | None,
@@ -486,6 +447,33 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             "configure it."
         ),
     ] = False
+    parallel: Annotated[
+        Literal["tensor", "pipeline"] | None,
+        Meta(
+            description="Divide each model among the ranks that mlx.launch has started: tensor, "
+            "part of every layer; pipeline, whole layers.",
+            extra={"group": "Process"},
+        ),
+    ] = None
+    step_timeout: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="Seconds that one step of the engine may take. Then the log reports a "
+            "stall, and /health and /health/live answer 503 until the step ends.",
+        ),
+    ] = 120.0
+    exit_on_failure: Annotated[
+        bool,
+        Meta(
+            description="Exit with status 3 if the engine fails, so that a supervisor can restart "
+            "the process; otherwise it stays and answers 503. A stall does not count, because it "
+            "may end by itself: watch /health/live for that."
+        ),
+    ] = False
+    shutdown_grace: Annotated[
+        float, Meta(ge=0, description="Seconds for running requests to finish at shutdown.")
+    ] = 10.0
 
     def __post_init__(self) -> None:
         for option in options():

@@ -1,5 +1,4 @@
-"""`mlxsrv models`, `mlxsrv pull`, `mlxsrv connect` and `mlxsrv replay`: called, and as processes
-where the process matters."""
+"""The commands: called, and as processes where the process matters."""
 
 from __future__ import annotations
 
@@ -19,7 +18,8 @@ import pytest
 from huggingface_hub import constants
 
 from mlxsrv.cli import main
-from tests.support.effort import often
+from mlxsrv.commands import COMMANDS
+from mlxsrv.version import __version__
 from tests.support.serving import environment
 from tests.support.tiny import write_model
 
@@ -107,6 +107,10 @@ def test_nothing_is_loaded_to_list_models(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "told"),
     [
+        (("modles",), 2, "there is no command 'modles'; did you mean models?"),
+        (("xyzzy",), 2, "there is no command 'xyzzy'; mlxsrv --help lists them"),
+        (("serve", "--prot", "1"), 2, "there is no option --prot; did you mean --port?"),
+        (("pull", "--quite", "a/b"), 2, "there is no option --quite; did you mean --quiet?"),
         (("models", "--pin", "nobody"), 2, "'nobody' is not served here"),
         (("pull", "not-a-repository"), 2, "ORG/NAME"),
         (("replay", "/no/record"), 2, "/no/record: No such file"),
@@ -141,11 +145,23 @@ def check_one_line(done: Done | subprocess.CompletedProcess[str], status: int, t
     assert done.stderr.startswith("mlxsrv: ")
 
 
-@pytest.mark.parametrize("command", often(["models", "pull", "connect", "replay"], ["pull"]))
-def test_each_command_has_help(command: str) -> None:
-    shown = run_process(command, "--help")
-    assert shown.returncode == 0
-    assert shown.stdout.startswith(f"usage: mlxsrv {command}")
+def test_each_command_has_help_of_its_own(run: Run) -> None:
+    whole = run("--help").stdout
+    for name, command in COMMANDS.items():
+        assert f"  {name} " in whole
+        assert command.does in whole
+        shown = run(name, "--help")
+        assert shown.returncode == 0
+        assert shown.stdout.startswith("usage: mlxsrv " + ("" if name == "serve" else name))
+        assert (run("help", name).stdout, len(shown.stdout) < 4000) == (shown.stdout, True), name
+        assert "--prefill-chunk" not in shown.stdout
+    assert run("help").stdout == whole
+    assert "--prefill-chunk" in run("models", "--help-all").stdout
+
+
+def test_the_version_is_told(run: Run) -> None:
+    for asked in ("--version", "-V", "version"):
+        assert run(asked).stdout == f"mlxsrv {__version__}\n"
 
 
 def test_a_client_is_connected_after_its_user_has_seen_the_difference(

@@ -20,8 +20,9 @@ import pytest
 from starlette.routing import Route
 
 import mlxsrv
+from mlxsrv.arguments import server_arguments
 from mlxsrv.commands import COMMANDS
-from mlxsrv.configuration import option_parser, options_table
+from mlxsrv.configuration import options_table
 from mlxsrv.engine.scheduling import row
 from mlxsrv.errors import ServeError
 from mlxsrv.models.pool import model
@@ -220,8 +221,8 @@ def test_named_commands_are_there(page: Path) -> None:
         module, *arguments = words[2:]
         if module != "mlxsrv":
             assert exists(module.replace(".", "/") + ".py") or exists(module.replace(".", "/"))
-        elif arguments and arguments[0] not in COMMANDS:
-            option_parser().parse_args(arguments)
+        elif arguments and arguments[0] not in {*COMMANDS, "--help", "--help-all"}:
+            server_arguments().read(arguments)
 
 
 @each_page
@@ -250,7 +251,7 @@ def test_the_unit_files_are_read() -> None:
     agent = plistlib.loads(plist.encode())
     for program, *arguments in (service["Service"]["ExecStart"].split(), agent["ProgramArguments"]):
         assert program.endswith("/mlxsrv-env/bin/mlxsrv")
-        option_parser().parse_args(arguments)
+        server_arguments().read(arguments)
 
 
 # What there is is told.

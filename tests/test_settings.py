@@ -2,22 +2,51 @@
 
 from __future__ import annotations
 
+import re
+from itertools import groupby
 from pathlib import Path
 
 import pytest
 
-from mlxsrv.configuration import load_settings
+from mlxsrv.configuration import load_settings, unknown_variables
 from mlxsrv.options import SettingsError
 from mlxsrv.settings import Settings, options
 
 
-def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_info:
-        load_settings(["--help"], {})
-    assert exit_info.value.code == 0
-    text = capsys.readouterr().out
-    for option in options():
-        assert option.flag in text
+def test_help_is_short_and_help_all_names_every_option(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shown: dict[str, set[str]] = {}
+    for flag in ("--help", "--help-all"):
+        with pytest.raises(SystemExit) as exit_info:
+            load_settings([flag], {})
+        assert exit_info.value.code == 0
+        shown[flag] = {*re.findall(r"--[a-z-]+", capsys.readouterr().out)}
+    common = {option.flag for option in options() if option.common}
+    assert 10 <= len(common) <= 15
+    rare = {option.flag for option in options()} - common
+    assert common < shown["--help"]
+    assert rare < shown["--help-all"]
+    assert not rare & shown["--help"] - {"--help-all"}
+
+
+def test_every_option_is_in_one_group() -> None:
+    titles = [title for title, _ in groupby(options(), key=lambda option: option.group)]
+    assert len(titles) == len({*titles})
+    assert "" not in titles
+
+
+def test_the_default_model_may_be_given_without_a_flag() -> None:
+    assert load_settings(["org/a", "--port", "1"], {}).model == ("org/a",)
+    assert load_settings(["--port", "1", "x=org/a", "--metrics"], {}).model == ("x=org/a",)
+    both = load_settings(["org/a", "--model", "org/b"], {"MLXSRV_MODEL": "org/c"})
+    assert both.model == ("org/a", "org/b")
+
+
+def test_variables_that_mean_nothing_are_named() -> None:
+    environ = {"MLXSRV_PRT": "1", "MLXSRV_PORT": "1", "MLXSRV_PATCHES": "off", "OTHER": ""}
+    [told] = unknown_variables(environ)
+    assert told == "the variable MLXSRV_PRT means nothing; did you mean MLXSRV_PORT?"
 
 
 def test_flag_over_variable_over_file_over_default(tmp_path: Path) -> None:
@@ -63,6 +92,11 @@ def test_a_flag_may_have_the_name_that_other_servers_give_it() -> None:
         (["--max-concurrency", "1.5"], {}, "--max-concurrency"),
         ([], {"MLXSRV_LOG_LEVEL": "loud"}, "MLXSRV_LOG_LEVEL"),
         (["--config", "/nowhere.toml"], {}, "/nowhere.toml"),
+        (["--prot", "1"], {}, "there is no option --prot; did you mean --port?"),
+        (["--prot=1"], {}, "there is no option --prot; did you mean --port?"),
+        (["--xyzzy"], {}, "there is no option --xyzzy"),
+        (["--port"], {}, "--port"),
+        (["org/a", "org/b"], {}, "'org/b' is one argument too many"),
     ],
 )
 def test_a_wrong_value_is_one_line_that_names_its_source(

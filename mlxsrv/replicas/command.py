@@ -9,7 +9,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mlxsrv.configuration import option_parser, settings_from
+from mlxsrv.arguments import add_model, command_arguments
+from mlxsrv.configuration import settings_from
 from mlxsrv.models.catalogue.catalogue import Catalogue
 from mlxsrv.options import SettingsError
 from mlxsrv.replicas.application import ReplicaScale, deployment, import_serve
@@ -59,14 +60,16 @@ _OBJECTS = 128 * 1024 * 1024
 
 def replicas(arguments: Sequence[str]) -> None:
     """Run replicas of the server until a signal. Raises SettingsError, ListenError."""
-    parser = option_parser(
+    parser = command_arguments(
         "replicas",
         "Run the server several times under Ray Serve (extra ray), behind one address. A "
         "conversation goes to the replica that has its beginning in the prompt cache.",
+        operands="[MODEL]",
     )
+    add_model(parser)
     for flag, kind, metavar, text in _FLAGS:
         parser.add_argument(flag, type=kind, metavar=metavar, help=text)
-    flags = vars(parser.parse_args(arguments))
+    flags = parser.read(arguments)
     own = {flag: flags.pop(flag[2:].replace("-", "_")) for flag, *_ in _FLAGS}
     settings = settings_from(flags)
     run(settings, _scale(own), own["--ray-address"])

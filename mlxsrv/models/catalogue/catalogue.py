@@ -423,7 +423,7 @@ def _place(text: str, option: str) -> Path | hub_cache.Repository:
         return _DEMO_FOLDER
     repository = _repository(text)
     if repository is None:
-        raise SettingsError(f"{option}: there is no folder {text!r}")
+        raise SettingsError(f"{option}: there is no folder {text!r}, and it is no ORG/NAME")
     return repository
 
 

@@ -1,0 +1,181 @@
+"""The arguments of the command line: parsers whose errors are one line, and whose help is short.
+
+`--help` shows the options that people need. `--help-all` shows the server's others as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import shutil
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from types import MappingProxyType
+from typing import Any, NoReturn
+
+from mlxsrv.options import ENV_PREFIX, Option, SettingsError
+from mlxsrv.settings import options
+from mlxsrv.version import __version__
+
+SERVES = "Serve MLX language models over OpenAI's, Anthropic's and Ollama's APIs."
+
+
+class Arguments(argparse.ArgumentParser):
+    """The parser of one command.
+
+    Args:
+        command: its name; "" for the server.
+        does: the first lines of its help.
+        operands: the arguments in its usage that are no options.
+        notes: the last lines of its help.
+    """
+
+    def __init__(
+        self, command: str, does: str, *, operands: str = "", notes: str | None = None
+    ) -> None:
+        prog = f"mlxsrv {command}".rstrip()
+        super().__init__(
+            prog=prog,
+            usage=" ".join(filter(None, (prog, operands, "[OPTIONS]"))),
+            add_help=False,
+            description=_wrap(does),
+            epilog=notes and _wrap(notes),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        self._rare: dict[argparse.Action, str] = {}
+        self._positionals.title, self._optionals.title = "Arguments", "Options"
+        if command:
+            self._add_help(self._optionals)
+
+    def _add_help(self, group: argparse._ArgumentGroup) -> None:
+        group.add_argument("-h", "--help", action="help", help="Show this help.")
+
+    def read(self, arguments: Sequence[str] | None) -> dict[str, Any]:
+        """Return the values by name. Raises SettingsError, in one line."""
+        values, unknown = self.parse_known_args(arguments)
+        if unknown:
+            first = next((each for each in unknown if each.startswith("-")), None)
+            if first is None:
+                raise SettingsError(f"{unknown[0]!r} is one argument too many")
+            flag = first.partition("=")[0]
+            known = self._option_string_actions
+            raise SettingsError(f"there is no option {flag}{did_you_mean(flag, known)}")
+        return vars(values)
+
+    def error(self, message: str) -> NoReturn:
+        raise SettingsError(message.removeprefix("argument "))
+
+    def add_server_options(self, *, shown: bool) -> None:
+        """Add the options of the server, in their groups.
+
+        Args:
+            shown: `--help` shows the common ones; else `--help-all` alone shows any.
+        """
+        for title, members in groupby(options(), key=lambda option: option.group):
+            group = self.add_argument_group(title)
+            for option in members:
+                self._add(group, option, shown=shown and option.common)
+        other = self.add_argument_group("Other" if shown else "Options of the server")
+        if shown:
+            self._add_help(other)
+        other.add_argument(
+            "--help-all", action=_HelpAll, nargs=0, help="Show the help with all options."
+        )
+        if shown:
+            version = f"mlxsrv {__version__}"
+            told = "Show the version."
+            other.add_argument("-V", "--version", action="version", version=version, help=told)
+        other.add_argument("--config", metavar="FILE.toml", help="Read options from a TOML file.")
+        self._hide(
+            other.add_argument("--enable-auto-tool-choice", action="store_true"),
+            "Changes nothing: vLLM needs it to call tools.",
+        )
+
+    def _add(self, group: argparse._ArgumentGroup, option: Option, *, shown: bool) -> None:
+        default = f" (default: {option.shown_default})" if option.shown_default else ""
+        # argparse expands % in help texts.
+        text = f"{option.help}{default}".replace("%", "%%")
+        if option.switch:
+            action = group.add_argument(
+                option.flag,
+                dest=option.name,
+                action=argparse.BooleanOptionalAction,
+                default=None,
+                help=text,
+            )
+        else:
+            action = group.add_argument(
+                option.flag,
+                *option.also,
+                dest=option.name,
+                action="append" if option.repeatable else "store",
+                metavar=option.metavar,
+                help=text,
+            )
+        if not shown:
+            self._hide(action, text)
+
+    def _hide(self, action: argparse.Action, text: str) -> None:
+        self._rare[action] = text
+        action.help = argparse.SUPPRESS
+
+    def show_all(self) -> NoReturn:
+        """Print the help with all options, and exit."""
+        for action, text in self._rare.items():
+            action.help = text
+        self.print_help()
+        self.exit()
+
+
+class _HelpAll(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        assert isinstance(parser, Arguments)
+        parser.show_all()
+
+
+def server_arguments(commands: Mapping[str, str] = MappingProxyType({})) -> Arguments:
+    """Make the parser of the server.
+
+    Args:
+        commands: names of the commands, each with a line that says what it does.
+    """
+    parser = Arguments(
+        "",
+        f"{SERVES} Without a model, the built-in demo answers.",
+        operands="[COMMAND] [MODEL]",
+        notes=f"Each option is also a variable ({ENV_PREFIX}PORT=9000) and a key of the TOML file "
+        "that --config names. A flag overrides a variable, and a variable overrides the file. "
+        f"{ENV_PREFIX}PATCHES=off leaves MLX, mlx-lm and transformers unpatched.",
+    )
+    width = max(map(len, commands), default=0)
+    lines = [f"{name:<{width}}  {does}" for name, does in commands.items()]
+    parser.add_argument_group("Commands", "\n".join(lines) or None)
+    add_model(parser)
+    parser.add_server_options(shown=True)
+    return parser
+
+
+def add_model(parser: Arguments) -> None:
+    """Let the default model be given without a flag."""
+    parser.add_argument(
+        "first_model", metavar="MODEL", nargs="?", help="The default model, as --model names one."
+    )
+
+
+def command_arguments(command: str, does: str, *, operands: str = "") -> Arguments:
+    """Make the parser of a command that takes the server's options beside its own."""
+    parser = Arguments(command, does, operands=operands)
+    parser.add_server_options(shown=False)
+    return parser
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """The end of a sentence about a misspelt name; empty if none is near."""
+    near = difflib.get_close_matches(name, [*names], n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _wrap(text: str) -> str:
+    return textwrap.fill(text, max(shutil.get_terminal_size().columns - 2, 40))
