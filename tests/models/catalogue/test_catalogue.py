@@ -92,7 +92,7 @@ def test_an_adapter_makes_an_entry_of_its_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["./nowhere", "/no/such/folder", "nowhere", "a=b=c", "x=", ""])
 def test_a_folder_that_is_not_there_is_a_wrong_setting(text: str) -> None:
-    with pytest.raises(SettingsError, match="there is no folder .* and it is no ORG/NAME"):
+    with pytest.raises(SettingsError, match=r"there is no folder .* and it is no ORG/NAME"):
         catalogue(text)
 
 
