@@ -27,7 +27,12 @@ def written_id(pattern: str, call: WrittenCall, number: int) -> str:
 
 
 def _random(size: int) -> str:
-    return "".join(secrets.choice(_ALPHANUMERICS) for _ in range(size))
+    number = secrets.randbelow(len(_ALPHANUMERICS) ** size)  # once: the system is asked for it
+    signs = []
+    for _ in range(size):
+        number, place = divmod(number, len(_ALPHANUMERICS))
+        signs.append(_ALPHANUMERICS[place])
+    return "".join(signs)
 
 
 # Templates of these families write ids, or refuse others.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Final, Literal
 
 WAIT: Final = "wait"
@@ -39,12 +40,7 @@ class Tag:
     __slots__ = ("_part", "_whole", "firsts")
 
     def __init__(self, pattern: str) -> None:
-        atoms = [_SIGNS.get(part) or re.escape(part) for part in _PART.findall(pattern)]
-        part = ""
-        for atom in reversed(atoms):
-            part = f"(?:{atom}{part})?"
-        self._whole = re.compile("".join(atoms))
-        self._part = re.compile(part + r"\Z")
+        self._whole, self._part = _compile(pattern)
         self.firsts = frozenset(_firsts(pattern))
 
     def match(self, text: str, at: int = 0) -> Found | Literal["wait"] | None:
@@ -52,6 +48,16 @@ class Tag:
         if found := self._whole.match(text, at):
             return found.end(), found[1] if found.re.groups else ""
         return WAIT if self._part.match(text, at) else None
+
+
+@lru_cache(maxsize=1024)  # each call makes the tags of its format
+def _compile(pattern: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
+    """Return the expressions of a whole tag, and of the beginning of one at the end of a text."""
+    atoms = [_SIGNS.get(part) or re.escape(part) for part in _PART.findall(pattern)]
+    part = ""
+    for atom in reversed(atoms):
+        part = f"(?:{atom}{part})?"
+    return re.compile("".join(atoms)), re.compile(part + r"\Z")
 
 
 def _firsts(pattern: str) -> Iterator[str]:

@@ -54,8 +54,9 @@ WRITTEN = [
 @pytest.mark.parametrize("format", LITERAL_FORMATS, ids=named)
 def test_calls_as_the_model_writes_them(format: CallFormat) -> None:
     expected = heard(*WRITTEN)
-    for count in range(1, 4):
-        assert read_each_way(format, format.spell(WRITTEN[:count]), TOOLS) == expected[:count]
+    assert read_each_way(format, format.spell(WRITTEN), TOOLS) == expected
+    for count in (1, 2):
+        assert read(format, [format.spell(WRITTEN[:count])], TOOLS) == expected[:count]
 
 
 @pytest.mark.parametrize("format", LITERAL_FORMATS, ids=named)
