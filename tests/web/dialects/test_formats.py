@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,10 +12,11 @@ from starlette.testclient import TestClient
 import mlxsrv
 from mlxsrv.text.calls import WrittenCall
 from mlxsrv.text.formats import CALLS, THOUGHTS
+from tests.support.effort import often
 from tests.support.tiny import CHAT_TEMPLATE
 from tests.support.turns import write_turns
 from tests.web.dialects.asking import DIALECTS
-from tests.web.dialects.spoken import Tool, asking
+from tests.web.dialects.spoken import Spoken, Tool, asking
 
 WRITE = Tool(
     "write",
@@ -35,7 +36,7 @@ WRITE = Tool(
 NOW = Tool("now", "The time", {"type": "object", "properties": {}})
 ARGUMENTS: dict[str, Any] = {
     "path": "a b/ü.py",
-    "text": "def f(x):\n    return \"x\" if x < 1 else 'y'  # 007\n",
+    "text": "a = \"x\" if b < 1 else 'y'\n  007\n",
     "mode": 420,
     "tags": ["x", "é"],
     "more": {"deep": True},
@@ -88,11 +89,15 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
         yield client
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_a_call_in_each_format_is_the_same_in_all_dialects(client: TestClient, name: str) -> None:
+EVERYWHERE = ("hermes", "qwen_xml", "gemma4", "harmony", "kimi_k2", "prompted")
+"""Formats that are spoken in all dialects in every run: of each kind one."""
+
+
+def check(client: TestClient, name: str, dialects: Sequence[tuple[Spoken, Spoken]]) -> None:
+    """Fails unless the first of each two says the call whole, and the other streamed."""
     called = CALLED[:1] if name in ONE else CALLED
     asked = asking("Write it.", model=name, tools=[WRITE, NOW], limit=1000)
-    asks = [ask for spoken in DIALECTS.values() for ask in (spoken.ask, spoken.stream)]
+    asks = [ask for whole, streamed in dialects for ask in (whole.ask, streamed.stream)]
     with ThreadPoolExecutor(len(asks)) as pool:
         answers = list(pool.map(lambda ask: ask(client, asked), asks))
     for said in answers:
@@ -100,3 +105,15 @@ def test_a_call_in_each_format_is_the_same_in_all_dialects(client: TestClient, n
         calls = [(call.name, call.arguments) for call in said.calls]
         assert calls == [(call.name, call.arguments) for call in called]
         assert (said.finish, said.thoughts) == ("tool_calls", "")
+
+
+@pytest.mark.parametrize("name", often(CALLS, EVERYWHERE))
+def test_a_call_in_each_format_is_the_same_in_all_dialects(client: TestClient, name: str) -> None:
+    check(client, name, [(spoken, spoken) for spoken in DIALECTS.values()])
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if name not in EVERYWHERE])
+def test_a_call_in_each_format_is_read(client: TestClient, name: str) -> None:
+    """Whole in one dialect, and streamed in the next."""
+    place, dialects = list(CALLS).index(name), list(DIALECTS.values())
+    check(client, name, [(dialects[place % 4], dialects[(place + 1) % 4])])
