@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, settings
 
 from mlxsrv.engine.patches.imports import patch_imports
 from tests.support.effort import EFFORT, examples
-from tests.support.fixtures import client, folders, model_folder, narrow, server
+from tests.support.fixtures import client, folders, model_folder, narrow, near_sandbox, server
 
-__all__ = ["client", "folders", "model_folder", "narrow", "server"]
+__all__ = ["client", "folders", "model_folder", "narrow", "near_sandbox", "server"]
 
 # A shared machine may stop for a moment at any example, so none has a deadline. A change is judged
 # by the same examples each time; only long runs look for others.

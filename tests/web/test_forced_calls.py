@@ -15,6 +15,8 @@ from mlxsrv.text.formats import CALLS, THOUGHTS
 from tests.support.client import Body
 from tests.support.turns import write_turns
 
+pytestmark = pytest.mark.usefixtures("near_sandbox")
+
 THOUGHT = "It is 🙂🙂🙂 or perhaps not, so I think of it again and again."
 ANSWER = "So it is, and so it was, and so it will be for ever."
 MODELS = {

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import msgspec
 import pytest
+from mlx_lm.utils import load_model
 
 from mlxsrv.engine.outcomes import KeptPrompt
 from mlxsrv.engine.plans import FreedRow, Keep
 from mlxsrv.generation.parameters import Sampling
 from tests.support.driver import BATCHED, COUNT, GREEDY, SMALL, Driver, prompt
 from tests.support.effort import per_cache
+from tests.support.heavy import write_heavy
 from tests.support.tiny import FAMILIES
 
 
@@ -38,9 +41,9 @@ def test_what_a_row_leaves_is_where_another_begins(models: Any, family: str) -> 
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-def test_the_last_rows_of_their_arrays_are_not_there_twice(models: Any, rows: int) -> None:
+def test_the_last_rows_of_their_arrays_are_not_there_twice(tmp_path: Path, rows: int) -> None:
     """One layer of twelve is, while it is copied; and a step may be under way."""
-    driver = Driver(models("qwen3-46m"))
+    driver = Driver(load_model(write_heavy(tmp_path / "m", layers=12))[0])
     for row in range(rows):
         driver.admit(row, prompt(row, 500))
         driver.read(row)

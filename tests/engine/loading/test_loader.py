@@ -66,9 +66,10 @@ def test_models_of_the_same_files_share_their_arrays(model_folder: ModelFolder) 
 def write_failing(folder: Path, error: str, call: int) -> Path:
     """A model with code of its own. Raises at that call into the code: as it is imported, builds
     the model, takes the weights, makes the KV caches, and computes."""
-    write_model(folder, "qwen3", vocab_size=4096)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"model_file": "own.py"}))
+    if not folder.exists():
+        write_model(folder, "qwen3", vocab_size=4096)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"model_file": "own.py"}))
     (folder / "own.py").write_text(f"CALL, calls = {call}, 0\n{FAILING}".replace("ERROR", error))
     return folder
 

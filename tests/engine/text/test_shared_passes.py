@@ -72,7 +72,7 @@ def test_a_long_row_beside_short_ones_equals_mlx_lm(models: Any, family: str) ->
     model = models(family)
     engine = make(model)
     assert engine.runner.facts.shares
-    asked = [prompt(0, 2000), *(prompt(n, 3 + 17 * n) for n in range(1, 7)), (9,)]
+    asked = [prompt(0, 1000), *(prompt(n, 3 + 17 * n) for n in range(1, 7)), (9,)]
     counts = [24, 10, 250, 6, 14, 3, 8, 12]
     jobs = [job(n, text, count) for n, (text, count) in enumerate(zip(asked, counts, strict=True))]
     for early in jobs[:3]:
