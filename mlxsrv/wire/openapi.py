@@ -1,13 +1,16 @@
 """The OpenAPI 3.1 document for `/openapi.json`, made from the operations and their types.
 
 What a Struct's types cannot say is in its `schema_rules`, so that the server understands each body
-that the schemas allow.
+that the schemas allow. Beside this file, `descriptions.json` tells what a field means, by its name
+or as `Struct.name`, and `examples.json` has a request and its answer for each operation.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from importlib.resources import files
 from typing import Any
 from urllib.parse import quote
 
@@ -41,6 +44,25 @@ _STATUS = {
     529: "The server is busy or is shutting down.",
 }
 
+_TAGS = {
+    "Chat and text": (
+        "OpenAI's, Mistral's and llama.cpp's ways to ask for text.",
+        "/.*complet|/infill",
+    ),
+    "Responses": ("OpenAI's API for agents.", "/v1/responses"),
+    "Messages": ("Anthropic's API.", "/v1/messages"),
+    "Embeddings": ("Vectors, ranks and scores of texts.", "/v[12]/(embeddings|rerank|score)"),
+    "Models": ("The models of this server.", "/v1/models"),
+    "Tokens": ("Tokens and templates, without generating.", "/(de)?token|/apply-template"),
+    "Steering": ("Sparse autoencoders, and the default steering.", "/api/saes"),
+    "Profiles": ("Stored steerings.", "/api/profiles"),
+    "Monitoring": ("Activations of features.", "/api/monitoring"),
+    "Ollama": ("Ollama's API.", "/api/|/$"),
+    "Operation": ("Health, metrics and this document.", "/"),
+}
+"""Groups of operations, each with its description and the beginnings of its paths; the first that
+matches counts."""
+
 
 def document(operations: Sequence[Operation], *, prefix: str = "") -> dict[str, Any]:
     """The OpenAPI document of an app.
@@ -50,8 +72,11 @@ def document(operations: Sequence[Operation], *, prefix: str = "") -> dict[str, 
         prefix: the path where the app is mounted, as ASGI has it: not quoted.
     """
     paths: dict[str, Schema] = {}
+    examples = {each["operation"]: each for each in _read("examples.json")}
     for each in operations:
-        paths.setdefault(each.described_path, {})[each.method.lower()] = _operation(each)
+        described = _operation(each)
+        _add_example(described, examples[each.id], each)
+        paths.setdefault(each.described_path, {})[each.method.lower()] = described
     return {
         "openapi": "3.1.0",
         "info": {
@@ -61,6 +86,7 @@ def document(operations: Sequence[Operation], *, prefix: str = "") -> dict[str, 
             "and Ollama. What is under /v1 is served without it, too.",
         },
         "servers": [{"url": quote(prefix) or "/"}],
+        "tags": [{"name": tag, "description": text} for tag, (text, _) in _TAGS.items()],
         "paths": paths,
         "components": {
             "schemas": _schemas(operations),
@@ -71,6 +97,11 @@ def document(operations: Sequence[Operation], *, prefix: str = "") -> dict[str, 
             },
         },
     }
+
+
+@cache
+def _read(name: str) -> Any:
+    return msgspec.json.decode((files(__package__) / name).read_bytes())
 
 
 # Operations.
@@ -92,7 +123,11 @@ _HEADERS = {
 
 
 def _operation(operation: Operation) -> Schema:
-    described: Schema = {"operationId": operation.id, "summary": operation.summary}
+    described: Schema = {
+        "operationId": operation.id,
+        "summary": operation.summary,
+        "tags": [next(tag for tag, (_, path) in _TAGS.items() if re.match(path, operation.path))],
+    }
     if operation.description:
         described["description"] = operation.description
     parameters = [*_path_parameters(operation.described_path), *_query_parameters(operation.query)]
@@ -114,6 +149,19 @@ def _operation(operation: Operation) -> Schema:
     return described
 
 
+def _add_example(described: Schema, example: Mapping[str, Any], operation: Operation) -> None:
+    """Put a request and its answer into a described operation."""
+    given = example.get("path", {}) | example.get("query", {})
+    for parameter in described.get("parameters", []):
+        if parameter["name"] in given:
+            parameter["example"] = given[parameter["name"]]
+    if "body" in example:
+        described["requestBody"]["content"]["application/json"]["example"] = example["body"]
+    if "answer" in example:
+        answer = described["responses"][str(operation.status)]
+        answer["content"][operation.media]["example"] = example["answer"]
+
+
 def _needs_body(decoder: RequestDecoder[Any]) -> bool:
     """Whether an empty object is refused."""
     try:
@@ -131,7 +179,13 @@ def _guarding(operation: Operation) -> list[int]:
 
 def _path_parameters(path: str) -> list[Schema]:
     return [
-        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        {
+            "name": name,
+            "in": "path",
+            "required": True,
+            "description": _read("descriptions.json")[name],
+            "schema": {"type": "string"},
+        }
         for name in re.findall(r"{(\w+)}", path)
     ]
 
@@ -140,8 +194,14 @@ def _query_parameters(query: type[Struct] | None) -> list[Schema]:
     if query is None:
         return []
     described = msgspec.json.schema(query)["$defs"][query.__name__]["properties"]
+    texts = _read("descriptions.json")
     return [
-        {"name": name, "in": "query", "schema": _without_null(schema)}
+        {
+            "name": name,
+            "in": "query",
+            "description": texts[name],
+            "schema": _without_null(schema),
+        }
         for name, schema in described.items()
     ]
 
@@ -217,7 +277,21 @@ def _schemas(operations: Sequence[Operation]) -> dict[str, Schema]:
             properties.setdefault(name, schema)
     for schema in answered.values():
         _require_all(schema)
-    return dict(sorted((asked | answered).items()))
+    schemas = dict(sorted((asked | answered).items()))
+    _describe_fields(schemas)
+    return schemas
+
+
+def _describe_fields(schemas: Mapping[str, Schema]) -> None:
+    """Add the texts of `descriptions.json` to fields; what a rule says of one stands behind its
+    own."""
+    texts: dict[str, str] = _read("descriptions.json")
+    for struct, schema in schemas.items():
+        for name, field in schema["properties"].items():
+            text = texts.get(f"{struct}.{name}", texts.get(name))
+            if text is not None:
+                told = [text, field["description"]] if "description" in field else [text]
+                schema["properties"][name] = field | {"description": " ".join(told)}
 
 
 def _components(kinds: Iterable[Any]) -> dict[str, Schema]:

@@ -15,6 +15,7 @@ import pytest
 from mlxsrv.errors import InvalidRequest
 from mlxsrv.generation.outputs import Answer, Ended, Identity, TokenScore, ToolUse, Usage
 from mlxsrv.generation.status import Health, ModelDetails, ModelObject
+from mlxsrv.wire import openapi
 from mlxsrv.wire.anthropic import errors as anthropic
 from mlxsrv.wire.openai import answers as openai
 from mlxsrv.wire.openai import builders, tokens
@@ -154,6 +155,31 @@ def test_the_document_has_what_openapi_requires() -> None:
         for response in told["responses"].values():
             assert response["description"]
             assert all(content["schema"] for content in response["content"].values())
+
+
+def test_every_operation_has_a_group_and_every_group_an_operation() -> None:
+    groups = {tag["name"] for tag in read_document()["tags"]}
+    assert {group for route in ROUTES for group in operation(*route)["tags"]} == groups
+
+
+PLAIN = {
+    *("type", "object", "role", "name", "text", "description", "data", "error", "message"),
+    *("item", "part", "function", "document"),
+}
+"""Fields whose names say all."""
+
+
+def test_every_field_that_is_not_plain_is_told() -> None:
+    texts = openapi._read("descriptions.json")
+    schemas = read_document()["components"]["schemas"]
+    fields = [(struct, name) for struct, schema in schemas.items() for name in schema["properties"]]
+    for struct, name in fields:
+        told = "description" in schemas[struct]["properties"][name]
+        assert told or name in PLAIN, f"{struct}.{name}"
+    parameters = [each for route in ROUTES for each in operation(*route).get("parameters", [])]
+    assert all(each["description"] for each in parameters)
+    names = {name for _, name in fields} | {each["name"] for each in parameters}
+    assert texts.keys() <= names | {".".join(field) for field in fields}
 
 
 def test_only_what_is_served_is_described() -> None:
