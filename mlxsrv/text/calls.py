@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -10,6 +11,8 @@ import msgspec
 
 from mlxsrv.text.lark import Lark
 from mlxsrv.text.marks import Marks
+
+_SCOPES = re.compile(r"[.:/]")
 
 ToolSchema = Mapping[str, Any]
 """The JSON schema of the arguments of a tool."""
@@ -48,6 +51,17 @@ class Tools(msgspec.Struct, frozen=True):
 
     def __contains__(self, name: str) -> bool:
         return name in self.schemas
+
+    def schema(self, name: str) -> ToolSchema:
+        """Return the schema of a tool's arguments; that of an unknown one says nothing."""
+        return self.schemas.get(name, {})
+
+    def meant(self, written: str) -> str | None:
+        """Return the name of the tool that is meant: models write `functions.f`, `api:f` or `f()`.
+        None if there is none."""
+        bare = written.strip().removesuffix("()").strip()
+        names = (written, bare, bare.removeprefix("functions."), _SCOPES.split(bare)[-1])
+        return next((name for name in names if name in self), None)
 
 
 class WrittenCall(msgspec.Struct, frozen=True):
@@ -139,6 +153,12 @@ class CallReader(ABC):
         """Give more text of the arguments, if there is any."""
         if arguments:
             self._parts.append(arguments)
+
+    def _leave_block(self) -> bool:
+        """End the block if it has had a call; else it is none. Return that no more is read."""
+        self.over = self.closed > 0
+        self.refused = not self.over
+        return False
 
     def _close(self, fault: CallFault | None = None) -> None:
         self._parts.append(CallClosed(fault))

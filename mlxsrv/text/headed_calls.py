@@ -10,7 +10,6 @@ from typing import Any, Literal
 import msgspec
 
 from mlxsrv.text.call_ids import written_id
-from mlxsrv.text.call_names import offered_name
 from mlxsrv.text.calls import CallFormat, CallReader, CallRules, Tools, ToolSchema, WrittenCall
 from mlxsrv.text.json_objects import JsonCall
 from mlxsrv.text.json_reader import LEFTOVERS, SPACE, ObjectsReader
@@ -240,8 +239,7 @@ class _HeadReader(ObjectsReader):
         if not text or self._waits([*self._section_ends, *taken]):
             return False
         if self._take_one(self._section_ends):
-            self.over = self.closed > 0
-            self.refused = not self.over
+            self._leave_block()
         elif self._take_one(self._starts[:1]):
             self._place = "header"
         elif not self._take_one(taken):
@@ -330,10 +328,8 @@ def _find_name(header: str, tools: Tools, *, loose: bool) -> str | None:
     candidates = [header, bare, numbered]
     if loose:
         candidates.append(re.sub(r"\d+$", "", bare))
-    for candidate in candidates:
-        name = offered_name(candidate, tools)
-        if name in tools:
-            return name
+    if found := next(filter(None, map(tools.meant, candidates)), None):
+        return found
     return None if loose and not _WHOLE_ID.fullmatch(header) else numbered
 
 

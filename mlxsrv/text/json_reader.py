@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 
-from mlxsrv.text.call_names import offered_name
 from mlxsrv.text.calls import CallPart, CallReader, Tools
 from mlxsrv.text.json_objects import JsonCall
 from mlxsrv.text.marks import Marks
@@ -119,7 +118,8 @@ class JsonReader(CallReader):
 
     def _name(self, name: str) -> bool:
         """Open a call of this name, if it may be called."""
-        name = offered_name(self._marks.spell(name), self._tools)
+        name = self._marks.spell(name)
+        name = self._tools.meant(name) or name
         self.refused = self._bare and name not in self._tools
         if not self.refused:
             self._open(name)
@@ -173,8 +173,7 @@ class ObjectsReader(JsonReader):
         if not text:
             return False
         if self._take_one(self._closers):
-            self.over = self.closed > 0
-            self.refused = not self.over
+            self._leave_block()
         elif self._waits([*self._closers, "```json", "```", _FUNCTION]):
             return False
         elif text.startswith("```") and self._fenced != (self.closed == 0):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-from mlxsrv.text.call_names import offered_name
 from mlxsrv.text.calls import CallFault, Tools
 from mlxsrv.text.literal_strings import Level, LiteralSyntax, StringReader
 from mlxsrv.text.literal_texts import KEY_END, Lookahead, Scalars, unescape
@@ -72,7 +71,7 @@ class LiteralReader(StringReader):
             if between and len(self._levels) == 1 and self._levels[0].count:
                 self._finish()
         elif not self.over:
-            self._stop()
+            self._leave_block()
 
     def _end_cut(self) -> None:
         if self.is_open:
@@ -80,12 +79,7 @@ class LiteralReader(StringReader):
         elif self._state == self._skip_echo:
             self._restore()
         else:
-            self._stop()
-
-    def _stop(self) -> None:
-        """End the block, if it has had a call."""
-        self.over = self.closed > 0
-        self.refused = not self.over
+            self._leave_block()
 
     # Calls.
 
@@ -105,8 +99,7 @@ class LiteralReader(StringReader):
             self._take(1)
             return True
         if self._brackets in (1, 3):
-            self._stop()
-            return False
+            return self._leave_block()
         return self._read_head(text)
 
     def _end_block(self) -> bool:
@@ -141,37 +134,31 @@ class LiteralReader(StringReader):
             return False
         found = self._named.match(text)
         behind = text[found.end() :] if found else ""
-        if found is None or not behind or self._known(found[1]) is None:
-            self._stop()
+        if found is None or not behind or self._tools.meant(found[1]) is None:
+            self._leave_block()
         elif self._ends_here(behind):  # a call without arguments may have no brackets
             self._open_call(found[1])
             self._text = behind
             self._finish()
             return True
         elif not self._may_be(behind, self._end_marker):
-            self._stop()
+            self._leave_block()
         return False
 
     def _open_call(self, name: str) -> None:
         name = self._marks.spell(name)
-        known = self._known(name)
+        known = self._tools.meant(name)
         if known is None and self._bare:
-            self._stop()
-            self.refused = not self.over
+            self._leave_block()
             return
         name = known or name.rpartition(":")[2] or name
-        schema = self._tools.schemas.get(name, {})
+        schema = self._tools.schema(name)
         properties = schema.get("properties")
         self._names = list(properties) if isinstance(properties, dict) else []
         self._levels = [Level("", ArgumentTypes(schema).argument, outer=True)]
         self._open(name)
         self._put("{")
         self._state = self._read_key
-
-    def _known(self, name: str) -> str | None:
-        """Return the offered tool of this name, or None."""
-        found = offered_name(name, self._tools)
-        return found if found in self._tools else None
 
     def _finish(self, fault: CallFault | None = None) -> None:
         """Close what is open of a call, with which it is over."""
@@ -389,7 +376,7 @@ class LiteralReader(StringReader):
             self._text = text[len(self._end_marker) :]
             return True
         found = self._head.match(bare)
-        if found and self._known(found[1]):
+        if found and self._tools.meant(found[1]):
             self._kept.clear()
             self._state = self._skip_echo
             return True

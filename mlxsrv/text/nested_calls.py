@@ -256,7 +256,7 @@ class _NestedReader(CallReader):
 
     def _begin(self, name: str) -> None:
         name = self._spell(name)
-        self._path = [_Element("", ArgumentTypes(self._tools.schemas.get(name, {})).whole)]
+        self._path = [_Element("", ArgumentTypes(self._tools.schema(name)).whole)]
         self._count = 0
         self._waiting = {}
         self._open(name)

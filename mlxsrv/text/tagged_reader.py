@@ -156,25 +156,19 @@ class TagReader(CallReader):
             return False
         if found is None or self.closed or self._match(self._ends) is not None:
             self._take(found[0] if found else 0)
-            return self._leave()
+            return self._leave_block()
         self._take(found[0])
         return True
 
     def _begin_call(self, name: str, end: int) -> bool:
         if self._known and name not in self._tools:
-            return self._leave()
+            return self._leave_block()
         self._take(end)
         self._place = "call"
         self._name = name
         self._given.clear()
         self._object = None
         return True
-
-    def _leave(self) -> bool:
-        """End the block, of which what is left is no part."""
-        self.over = self.closed > 0
-        self.refused = not self.over
-        return False
 
     def _end_between(self) -> None:
         word = self._text.strip()
@@ -184,7 +178,7 @@ class TagReader(CallReader):
             self._close_whole()
         elif self.closed and self._match([*self._ends, *self._tails]) == WAIT:
             self._text = ""
-        self._leave()
+        self._leave_block()
 
     # Inside a call, in front of an argument.
 
@@ -278,7 +272,7 @@ class TagReader(CallReader):
     def _open_call(self) -> None:
         """Give the name of the call that is read, if it was not."""
         if not self.is_open and self._name is not None:
-            self._types = ArgumentTypes(self._tools.schemas.get(self._name, {}))
+            self._types = ArgumentTypes(self._tools.schema(self._name))
             self._open(self._name)
 
     def _close_whole(self) -> None:
@@ -444,13 +438,9 @@ class TagReader(CallReader):
         return None
 
     def _find_name(self, text: str) -> str | None:
-        """Return the name of a tool in a tag: the known one, if it was only dressed up."""
-        name = self._attribute(text, "name")
-        if not name or name in self._tools:
-            return name or None
-        bare = name.removesuffix("()").strip()
-        parts = re.split(r"[.:/]", bare)
-        return next((each for each in (bare, parts[-1]) if each in self._tools), name)
+        """Return the name of a tool in a tag."""
+        name = self._attribute(text, "name") or ""
+        return self._tools.meant(name) or name or None
 
     def _attribute(self, text: str, role: Literal["name", "key"]) -> str | None:
         """Return the name of the tool, or the key, in the text of a tag."""
@@ -481,7 +471,7 @@ class TagReader(CallReader):
 
     def _takes(self, key: str, name: str | None = None) -> bool:
         """Whether the tool has an argument of this name."""
-        schema = self._tools.schemas.get(name or self._name or "", {})
+        schema = self._tools.schema(name or self._name or "")
         properties = schema.get("properties")
         return isinstance(properties, Mapping) and key in properties
 
