@@ -47,6 +47,7 @@ from mlxsrv.prompts.history_changes import (
     without_content,
 )
 from mlxsrv.prompts.messages import Messages, PlainMessage
+from mlxsrv.text.call_ids import NUMBERED
 from mlxsrv.text.formats import Formats
 from mlxsrv.text.json_calls import HERMES
 
@@ -60,14 +61,14 @@ class Adaptation(msgspec.Struct, frozen=True):
     Attributes:
         probe: messages that it changes.
         change: returns messages changed; those that need no change come back equal.
-        shown: texts of the probe, in their order, without which it has not been written as it is.
-        kept: the same for the changed probe.
+        kept: texts of the changed probe, in their order, without which it has not been written.
+        shown: the same for the probe as it is; None if they are the same texts.
     """
 
     probe: Messages
     change: MessageChange
     kept: Sequence[str]
-    shown: Sequence[str] = ()
+    shown: Sequence[str] | None = None
 
 
 class Histories:
@@ -117,10 +118,11 @@ class Histories:
     def _needs(self, number: int) -> bool:
         """Whether the template writes an adaptation's probe only when it is changed."""
         if number not in self._needed:
-            adaptation = self._adaptations[number]
-            probe = self._adapt(adaptation.probe, number)
-            self._needed[number] = not self._writes(probe, adaptation.shown) and self._writes(
-                adaptation.change(probe), adaptation.kept
+            tried = self._adaptations[number]
+            probe = self._adapt(tried.probe, number)
+            shown = tried.kept if tried.shown is None else tried.shown
+            self._needed[number] = not self._writes(probe, shown) and self._writes(
+                tried.change(probe), tried.kept
             )
         return self._needed[number]
 
@@ -168,27 +170,20 @@ _CALL = [_USER, *_called("mlxsrv_a")]
 _TEXT = _called("mlxsrv_a", content="mlxsrv-answer", reasoning_content="mlxsrv-thought")
 _TALK = [_USER, *_TEXT, _said("assistant", "second"), _OTHER]
 _SPOKEN = ["mlxsrv-answer", "mlxsrv_a"]
-_NUMBERS = ['"0"', "mlxsrv_a", '"0"']
 _THOUGHT = ["mlxsrv-thought", "mlxsrv-answer", "mlxsrv_a"]
-
-# Formats in which a value that is no text stands as it is, and must be read as JSON.
-_BARE = frozenset(
-    ("glm", "hy_v3", "longcat", "minicpm5", "minimax_m2", "qwen_xml", "seed_oss"),
-)
 
 
 def _calls(formats: Formats) -> Sequence[Adaptation]:
     """Return what templates may need to write calls."""
-    name = None if formats.calls is None else formats.calls.name
-    spelled = formats.calls or HERMES
+    calls = formats.calls or HERMES
     return (
         *_CALLS,
-        *(_NUMBERED if name == "command" else ()),
-        *(_PLAIN if name in _BARE else ()),
+        *(_NUMBERED if calls.ids == NUMBERED else ()),
+        *(_PLAIN if calls.untyped else ()),
         # LFM2 and Granite 3 write results, and not the calls before them.
         Adaptation(
             _CALL,
-            calls_as_text(spelled),
+            calls_as_text(calls),
             ["mlxsrv_a", "mlxsrv-value", "mlxsrv-result-0"],
             shown=["mlxsrv_a", "mlxsrv-value"],
         ),
@@ -197,19 +192,14 @@ def _calls(formats: Formats) -> Sequence[Adaptation]:
 
 _CALLS: Sequence[Adaptation] = (
     # Kimi K2 writes the id of a call, and its name only in the id.
-    Adaptation(_CALL, with_ids(named_id), ["mlxsrv_a"], shown=["mlxsrv_a"]),
+    Adaptation(_CALL, with_ids(named_id), ["mlxsrv_a"]),
     # Mistral refuses other ids.
-    Adaptation(_CALL, with_ids(short_id), ["mlxsrv_a"]),
+    Adaptation(_CALL, with_ids(short_id), ["mlxsrv_a"], shown=()),
     # DeepSeek V3 writes calls only where there is no content, not even an empty one, and joins
     # their arguments, as JSON, to other text. Each of the two may be needed alone.
-    Adaptation(_CALL, without_content, ["mlxsrv_a"], shown=["mlxsrv_a"]),
-    Adaptation(
-        _CALL,
-        lambda messages: without_content(arguments_as_json(messages)),
-        ["mlxsrv_a"],
-        shown=["mlxsrv_a"],
-    ),
-    Adaptation(_CALL, arguments_as_json, ["mlxsrv_a", "mlxsrv-key", "mlxsrv-value"]),
+    Adaptation(_CALL, without_content, ["mlxsrv_a"]),
+    Adaptation(_CALL, lambda messages: without_content(arguments_as_json(messages)), ["mlxsrv_a"]),
+    Adaptation(_CALL, arguments_as_json, ["mlxsrv_a", "mlxsrv-key", "mlxsrv-value"], shown=()),
     # Qwen3.5, Kimi, MiniMax and others walk through the arguments, which must be an object.
     Adaptation(
         [_USER, *_called("mlxsrv_a", arguments="mlxsrv-text")],
@@ -218,30 +208,21 @@ _CALLS: Sequence[Adaptation] = (
         shown=["mlxsrv-text"],
     ),
     # gpt-oss takes one text beside a call.
-    Adaptation([_USER, *_TEXT], text_as_thoughts, ["mlxsrv-thought", "mlxsrv-answer", "mlxsrv_a"]),
+    Adaptation([_USER, *_TEXT], text_as_thoughts, _THOUGHT, shown=()),
     # Llama 3 and Hermes write the call without the text beside it, Gemma 4 writes the text behind
     # the result.
-    Adaptation(_TALK, text_apart, _SPOKEN, shown=_SPOKEN),
+    Adaptation(_TALK, text_apart, _SPOKEN),
     # DeepSeek V3 writes the text or the call.
-    Adaptation(
-        _TALK, lambda messages: without_content(text_apart(messages)), _SPOKEN, shown=_SPOKEN
-    ),
+    Adaptation(_TALK, lambda messages: without_content(text_apart(messages)), _SPOKEN),
     # Mistral leaves the text out, and wants no second answer in its place.
     Adaptation(_TALK, text_in_result, ["mlxsrv_a", "mlxsrv-answer"], shown=_SPOKEN),
     # Llama 3 refuses a second call in a message; gpt-oss leaves it out.
-    Adaptation(
-        [_USER, *_called("mlxsrv_a", "mlxsrv_b")],
-        one_call_each,
-        ["mlxsrv_a", "mlxsrv_b"],
-        shown=["mlxsrv_a", "mlxsrv_b"],
-    ),
+    Adaptation([_USER, *_called("mlxsrv_a", "mlxsrv_b")], one_call_each, ["mlxsrv_a", "mlxsrv_b"]),
 )
 
 _NUMBERED = (
     # Command R7B counts calls, and wants the numbers at results.
-    Adaptation(
-        _CALL, with_ids(numbered_id), ['"0"', "mlxsrv_a", '"0"'], shown=['"0"', "mlxsrv_a", '"0"']
-    ),
+    Adaptation(_CALL, with_ids(numbered_id), ['"0"', "mlxsrv_a", '"0"']),
 )
 
 _PLAIN = (
@@ -250,13 +231,11 @@ _PLAIN = (
         [_USER, *_called("mlxsrv_a", arguments={"mlxsrv-a": True, "mlxsrv-b": None})],
         with_arguments(plain_values),
         ["mlxsrv-a", "true", "mlxsrv-b", "null"],
-        shown=["mlxsrv-a", "true", "mlxsrv-b", "null"],
     ),
     Adaptation(
         [_USER, *_called("mlxsrv_a", arguments={"mlxsrv-a": {"mlxsrv-b": "mlxsrv-c"}})],
         with_arguments(plain_values),
         ['"mlxsrv-b"', '"mlxsrv-c"'],
-        shown=['"mlxsrv-b"', '"mlxsrv-c"'],
     ),
 )
 
@@ -268,7 +247,6 @@ def _roles(formats: Formats) -> Sequence[Adaptation]:
         [*_CALL, _ANSWER, _OTHER],
         tools_as_text(formats.calls or HERMES),
         ["mlxsrv_a", "mlxsrv-result-0"],
-        shown=["mlxsrv_a", "mlxsrv-result-0"],
     )
     return (tools, *_ROLES)
 
@@ -276,53 +254,41 @@ def _roles(formats: Formats) -> Sequence[Adaptation]:
 _ROLES: Sequence[Adaptation] = (
     # Qwen3.5 takes one system message, at the beginning.
     Adaptation(
-        [_SYSTEM, _LATE, _USER],
-        heads_joined,
-        ["mlxsrv-first", "mlxsrv-late", "mlxsrv-one"],
-        shown=["mlxsrv-first", "mlxsrv-late", "mlxsrv-one"],
+        [_SYSTEM, _LATE, _USER], heads_joined, ["mlxsrv-first", "mlxsrv-late", "mlxsrv-one"]
     ),
     # DeepSeek V3.2 writes tools into it.
-    Adaptation([_USER], with_head, ["mlxsrv_tool"], shown=["mlxsrv_tool"]),
+    Adaptation([_USER], with_head, ["mlxsrv_tool"]),
     # Gemma 2 takes none, and Mistral Nemo moves it from one message of the user's to the next.
-    Adaptation(
-        [_SYSTEM, _USER, _ANSWER, _OTHER],
-        head_to_user,
-        ["mlxsrv-first", "mlxsrv-one"],
-        shown=["mlxsrv-first", "mlxsrv-one"],
-    ),
+    Adaptation([_SYSTEM, _USER, _ANSWER, _OTHER], head_to_user, ["mlxsrv-first", "mlxsrv-one"]),
     # Gemma 4 writes results with their calls only.
-    Adaptation(
-        [_said("tool", "lost"), _USER],
-        orphans_as_text,
-        ["mlxsrv-lost", "mlxsrv-one"],
-        shown=["mlxsrv-lost", "mlxsrv-one"],
-    ),
+    Adaptation([_said("tool", "lost"), _USER], orphans_as_text, ["mlxsrv-lost", "mlxsrv-one"]),
     # Some templates refuse late ones, some leave them out, and some move them to the front, which
     # changes the prompt of all turns before them.
     Adaptation(
         [_SYSTEM, _USER, _LATE, _ANSWER, _OTHER, _said("system", "last")],
         reminded,
         [f"mlxsrv-{text}" for text in ("first", "one", "late", "answer", "two", "last")],
-        shown=[f"mlxsrv-{text}" for text in ("first", "one", "late", "answer", "two", "last")],
     ),
     # Mistral Small 3.2 refuses answers of nothing.
     Adaptation(
         [_USER, {"role": "assistant", "content": ""}, _OTHER],
         empty_answers_dropped,
         ["mlxsrv-one", "mlxsrv-two"],
+        shown=(),
     ),
     # Gemma, Mistral and Llama 2 want user and assistant to alternate, the user first.
-    Adaptation([_USER, _OTHER], users_joined, ["mlxsrv-one", "mlxsrv-two"]),
+    Adaptation([_USER, _OTHER], users_joined, ["mlxsrv-one", "mlxsrv-two"], shown=()),
     Adaptation(
         [_USER, _ANSWER, _ANSWER, _OTHER],
         neighbours_joined("assistant"),
         ["mlxsrv-one", "mlxsrv-answer", "mlxsrv-two"],
+        shown=(),
     ),
-    Adaptation([_ANSWER, _OTHER], user_first, ["mlxsrv-answer", "mlxsrv-two"]),
+    Adaptation([_ANSWER, _OTHER], user_first, ["mlxsrv-answer", "mlxsrv-two"], shown=()),
     # Qwen3.5 wants a user somewhere.
-    Adaptation([_SYSTEM], with_user, ["mlxsrv-first"]),
+    Adaptation([_SYSTEM], with_user, ["mlxsrv-first"], shown=()),
     # Mistral wants an answer of the assistant's behind results.
-    Adaptation([*_CALL, _OTHER], user_in_result, ["mlxsrv-result-0", "mlxsrv-two"]),
+    Adaptation([*_CALL, _OTHER], user_in_result, ["mlxsrv-result-0", "mlxsrv-two"], shown=()),
 )
 
 
@@ -333,5 +299,5 @@ def _thoughts(formats: Formats) -> Sequence[Adaptation]:
 
 _BLOCKS = (
     # Ministral 3 takes thoughts among the blocks of the content.
-    Adaptation([_USER, *_TEXT], thoughts_in_blocks, _THOUGHT, shown=_THOUGHT),
+    Adaptation([_USER, *_TEXT], thoughts_in_blocks, _THOUGHT),
 )

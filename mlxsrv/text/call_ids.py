@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 import secrets
 import string
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 
-from mlxsrv.text.calls import WrittenCall
+import msgspec
 
 _ALPHANUMERICS = string.ascii_letters + string.digits
 _NAMED = re.compile(r"functions\..+:(\d{1,9})\Z")  # a client may send any number of digits
@@ -16,14 +16,44 @@ _LAST_NUMBER = re.compile(r"\d+$")
 _NO_ALPHANUMERIC = re.compile(r"[^A-Za-z0-9]")
 
 
-def written_id(pattern: str, call: WrittenCall, number: int) -> str:
-    """Return the id of a call, or one made from it, or from the call's number, that matches."""
-    last = _LAST_NUMBER.search(call.id)
-    plain = _NO_ALPHANUMERIC.sub("", call.id)
-    for id in (call.id, last[0] if last else "", plain[-9:], str(number)):
-        if re.fullmatch(pattern, id):
-            return id
-    return f"{number:09}"
+class CallIds(msgspec.Struct, frozen=True):
+    """The form of ids of calls. Templates of some families write ids, or refuse other ones.
+
+    Attributes:
+        form: an id, with {name}, {number} and {random} in their places.
+        size: how many letters and digits stand for {random}.
+        pattern: a regex for the part of an id that the model writes, if it writes one.
+    """
+
+    form: str = "call_{random}"
+    size: int = 24
+    pattern: str = ""
+
+    def new(self, name: str, number: int) -> str:
+        """Return an id for a call that a model makes.
+
+        Args:
+            name: that of the tool.
+            number: how many calls came before it in the chat; see `count_calls`.
+        """
+        return self.form.format(name=name, number=number, random=_random(self.size))
+
+    def written(self, id: str, number: int) -> str:
+        """Return the part of a call's id that the model writes, or one made from it, or from the
+        call's number."""
+        last = _LAST_NUMBER.search(id)
+        plain = _NO_ALPHANUMERIC.sub("", id)
+        for part in (id, last[0] if last else "", plain[-9:], str(number)):
+            if re.fullmatch(self.pattern, part):
+                return part
+        return f"{number:09}"
+
+
+RANDOM = CallIds()
+"""As OpenAI's."""
+NUMBERED = CallIds("{number}", pattern="[0-9]+")
+NAMED = CallIds("functions.{name}:{number}", pattern="[0-9]+")
+SHORT = CallIds("{random}", 9, "[a-zA-Z0-9]{9}")
 
 
 def _random(size: int) -> str:
@@ -33,28 +63,6 @@ def _random(size: int) -> str:
         number, place = divmod(number, len(_ALPHANUMERICS))
         signs.append(_ALPHANUMERICS[place])
     return "".join(signs)
-
-
-# Templates of these families write ids, or refuse others.
-_IDS: Mapping[str, Callable[[str, int], str]] = {
-    "command": lambda name, number: str(number),
-    "kimi_k2": lambda name, number: f"functions.{name}:{number}",
-    **dict.fromkeys(
-        ("mistral_args", "mistral_ids", "mistral_list"), lambda name, number: _random(9)
-    ),
-}
-
-
-def make_call_id(format: str, name: str, number: int) -> str:
-    """Return an id for a call that a model makes.
-
-    Args:
-        format: the name of the format of its calls.
-        name: that of the tool.
-        number: how many calls came before it in the chat; see `count_calls`.
-    """
-    make = _IDS.get(format)
-    return f"call_{_random(24)}" if make is None else make(name, number)
 
 
 def count_calls(ids: Iterable[str | None]) -> int:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from mlxsrv.text.call_ids import RANDOM, CallIds
 from mlxsrv.text.lark import Lark
 from mlxsrv.text.marks import Marks
 
@@ -199,6 +200,8 @@ class CallFormat(ABC):
         dropped: markers, spelled, that vanish outside a block, such as an end marker alone.
         leading: a reader is also tried from the first character of the content on that is no
             whitespace, with the opener "".
+        ids: the form of the calls' ids.
+        untyped: a value that is no text stands in a call as JSON, and nothing tells its type.
     """
 
     name: str
@@ -207,6 +210,8 @@ class CallFormat(ABC):
     bare: Sequence[str] = ()
     dropped: Sequence[str] = ()
     leading: bool = False
+    ids: CallIds = RANDOM
+    untyped: bool = False
 
     @abstractmethod
     def reader(self, opener: str, tools: Tools, marks: Marks) -> CallReader:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from mlxsrv.text.call_ids import written_id
+from mlxsrv.text.call_ids import NAMED, RANDOM, SHORT, CallIds
 from mlxsrv.text.calls import CallFormat, CallReader, CallRules, Tools, ToolSchema, WrittenCall
 from mlxsrv.text.json_objects import JsonCall
 from mlxsrv.text.json_reader import LEFTOVERS, SPACE, ObjectsReader
@@ -40,7 +40,7 @@ class HeadLayout(msgspec.Struct, frozen=True):
         gaps: texts that may stand between a name and its arguments.
         id_mark: one of the heads, behind which an id stands.
         ends: markers that end a call. The model's end of turn may stand for them.
-        id: a regex for ids as they are written.
+        ids: the form of the calls' ids.
     """
 
     call: str
@@ -52,7 +52,7 @@ class HeadLayout(msgspec.Struct, frozen=True):
     gaps: tuple[str, ...] = ()
     id_mark: str = ""
     ends: tuple[str, ...] = ()
-    id: str = "[0-9]+"
+    ids: CallIds = RANDOM
 
     @property
     def markers(self) -> Sequence[str]:
@@ -75,6 +75,7 @@ class HeadedCalls(CallFormat):
         self.marks = layout.markers
         self.openers = (*layout.section[:1], layout.start)
         self.dropped = (*layout.section[1:], *layout.ends)
+        self.ids = layout.ids
         self._layout = layout
         self._loose = loose
 
@@ -89,7 +90,7 @@ class HeadedCalls(CallFormat):
                 layout.call,
                 {
                     "{name}": call.name,
-                    "{id}": written_id(layout.id, call, number),
+                    "{id}": layout.ids.written(call.id, number),
                     "{arguments}": json.dumps(call.arguments, ensure_ascii=False),
                 },
             )
@@ -166,7 +167,7 @@ def _fill(pattern: str, values: Mapping[str, str]) -> str:
 
 def _bodies(layout: HeadLayout, pattern: str, name: str, schema: str, lark: Lark) -> list[str]:
     """Return the bodies in Lark of the parts of a call's pattern."""
-    slots = {"{name}": json.dumps(name), "{id}": f"/{layout.id}/", "{arguments}": schema}
+    slots = {"{name}": json.dumps(name), "{id}": f"/{layout.ids.pattern}/", "{arguments}": schema}
     return [slots.get(part) or lark.text(part) for part in _SLOTS.split(pattern) if part]
 
 
@@ -383,6 +384,7 @@ KIMI_K2 = HeadedCalls(
         section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
         gaps=("<|tool_call_argument_begin|>", "```json", "```"),
         ends=("<|tool_call_end|>",),
+        ids=NAMED,
     ),
     loose=True,
 )
@@ -392,7 +394,7 @@ _MISTRAL = HeadLayout(
     heads=("[ARGS]", "[CALL_ID]", "{"),
     gaps=("[ARGS]",),
     id_mark="[CALL_ID]",
-    id="[a-zA-Z0-9]{9}",
+    ids=SHORT,
 )
 MISTRAL_ARGS = HeadedCalls("mistral_args", _MISTRAL)
 MISTRAL_IDS = HeadedCalls(

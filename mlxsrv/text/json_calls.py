@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from mlxsrv.text.call_ids import written_id
+from mlxsrv.text.call_ids import NUMBERED, RANDOM, SHORT, CallIds
 from mlxsrv.text.calls import CallFormat, CallReader, CallRules, Tools, ToolSchema, WrittenCall
 from mlxsrv.text.json_reader import EitherReader, FinalReader, ObjectsReader
 from mlxsrv.text.lark import Lark
@@ -33,7 +33,7 @@ class JsonLayout(msgspec.Struct, frozen=True):
         brackets: the beginning of such a list, what stands between its objects, and its end.
         keys: those of an object, in their order: the keys of the name, of the arguments and, if it
             has one, of the id. A call of `f` is `{"f": {...}}` if there are none.
-        id: a regex for the id.
+        ids: the form of the calls' ids.
     """
 
     start: str
@@ -43,7 +43,7 @@ class JsonLayout(msgspec.Struct, frozen=True):
     listed: bool = False
     brackets: tuple[str, str, str] = ("[", ", ", "]")
     keys: tuple[str, ...] = ("name", "arguments")
-    id: str = "[0-9]+"
+    ids: CallIds = RANDOM
 
     @property
     def open(self) -> str:
@@ -57,7 +57,7 @@ class JsonLayout(msgspec.Struct, frozen=True):
         """Return one call as the model writes it."""
         values = {
             _ARGUMENTS: json.dumps(call.arguments, ensure_ascii=False),
-            _ID: json.dumps(written_id(self.id, call, number)),
+            _ID: json.dumps(self.ids.written(call.id, number)),
         }
         return "".join(values.get(sign, sign) for sign in self._signs(call.name, " "))
 
@@ -69,7 +69,7 @@ class JsonLayout(msgspec.Struct, frozen=True):
             space: a rule for whitespace wherever JSON allows it; without one it stands only where
                 the model writes it.
         """
-        bodies = {_ARGUMENTS: arguments, _ID: rf'"\"" /{self.id}/ "\""'}
+        bodies = {_ARGUMENTS: arguments, _ID: rf'"\"" /{self.ids.pattern}/ "\""'}
         signs = self._signs(name, "" if space else " ")
         return f" {space} ".join(bodies.get(sign) or json.dumps(sign) for sign in signs)
 
@@ -122,6 +122,7 @@ class JsonCalls(CallFormat):
         self.marks = tuple(dict.fromkeys([*starts, *openers, *filter(None, bare), *ends]))
         self.dropped = tuple(ends)
         self.leading = "" in bare
+        self.ids = layout.ids
         self._layout = layout
         self.bare = tuple(final)
         self._known = bare
@@ -214,7 +215,7 @@ LLAMA_JSON = JsonCalls(
 )
 MISTRAL_LIST = JsonCalls(
     "mistral_list",
-    JsonLayout("[TOOL_CALLS]", listed=True, keys=("name", "arguments", "id"), id="[a-zA-Z0-9]{9}"),
+    JsonLayout("[TOOL_CALLS]", listed=True, keys=("name", "arguments", "id"), ids=SHORT),
 )
 GRANITE = JsonCalls("granite", JsonLayout("<|tool_call|>", listed=True), openers=("<tool_call>",))
 PHI4 = JsonCalls(
@@ -231,6 +232,7 @@ COMMAND = JsonCalls(
         listed=True,
         brackets=("[\n    ", ",\n    ", "\n]"),
         keys=("tool_call_id", "tool_name", "parameters"),
+        ids=NUMBERED,
     ),
 )
 HUNYUAN = JsonCalls("hunyuan", JsonLayout("<tool_calls>", "</tool_calls>", listed=True))

@@ -24,7 +24,6 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from mlxsrv.generation.outputs import is_object
-from mlxsrv.text.call_ids import make_call_id
 from mlxsrv.text.calls import (
     CallClosed,
     CallFault,
@@ -456,7 +455,7 @@ class AnswerReader(Stage[str, list[OutputPart]]):
     def _open_call(self, name: str, parts: list[OutputPart]) -> None:
         assert self._offered is not None
         offered = self._offered
-        id = make_call_id(offered.format.name, name, offered.earlier + self.calls)
+        id = offered.format.ids.new(name, offered.earlier + self.calls)
         self._open = True
         self._name, self._alike, self._compared = name, self._earlier, 0
         self._arguments.clear()

@@ -52,6 +52,7 @@ class TaggedCalls(CallFormat):
         self.dropped = (*(end for end in layout.ends if " " not in end), *dropped)
         self._layout = layout
         self.bare = tuple(bare)
+        self.untyped = not layout.typed
         self._header = header
 
     def reader(self, opener: str, tools: Tools, marks: Marks) -> CallReader:

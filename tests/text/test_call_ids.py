@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from mlxsrv.text.call_ids import count_calls, make_call_id
+from mlxsrv.text.call_ids import count_calls
 from mlxsrv.text.calls import Tools
 from mlxsrv.text.formats import CALLS
 from mlxsrv.text.frames import NoThoughts
@@ -22,9 +22,9 @@ FORMS = {
 
 def test_new_ids_have_the_form_of_the_format() -> None:
     for name, form in FORMS.items():
-        assert re.fullmatch(form, make_call_id(name, "f", 7)), name
-        assert name in CALLS
-    assert make_call_id("hermes", "f", 7) != make_call_id("hermes", "f", 7)
+        assert re.fullmatch(form, CALLS[name].ids.new("f", 7)), name
+    ids = CALLS["hermes"].ids
+    assert ids.new("f", 7) != ids.new("f", 7)
 
 
 def test_calls_are_counted_over_the_whole_chat() -> None:
