@@ -83,6 +83,7 @@ class _CallRules:
         self._types = ArgumentTypes(schema)
         self._lark = lark
         self._sign = lark.text(_SIGN)
+        self._values: dict[tuple[str, int], str] = {}  # rules by schema and depth
 
     def call(self, name: str) -> str:
         """Return the body of a call, without the sign before it."""
@@ -105,7 +106,14 @@ class _CallRules:
         return self._lark.rule(body)
 
     def _value(self, schema: Any, depth: int) -> str:
-        """Return the body of a value and the sign behind it."""
+        """Return the rule for a value and the sign behind it: one for each schema, or those that
+        refer to others double level by level."""
+        known = json.dumps(schema), depth
+        if known not in self._values:
+            self._values[known] = self._lark.rule(self._body(schema, depth))
+        return self._values[known]
+
+    def _body(self, schema: Any, depth: int) -> str:
         type = self._types.typed(schema)
         if type.types == {"object"} and type.members and depth < _DEEPEST_RULES:
             return f"{self._members(type, depth + 1)} {self._sign}"

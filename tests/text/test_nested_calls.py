@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxsrv.text.calls import Tools, WrittenCall
+from mlxsrv.text.lark import Lark
 from mlxsrv.text.marks import SPELLED
 from mlxsrv.text.nested_calls import MINIMAX_M3
 from tests.support.effort import examples
@@ -162,3 +163,10 @@ def test_a_grammar_holds_what_the_model_writes() -> None:
     text = MINIMAX_M3.spell([WrittenCall("f", full)])
     assert grammar.follows(grammar.rules.one, text.replace(signed("<any>~"), signed("<any>{}~")))
     assert grammar.follows(grammar.rules.behind[SIGN], signed('<invoke name="g">~</invoke>\n'))
+
+
+def test_a_schema_that_refers_to_itself_has_few_rules() -> None:
+    node = {"type": "object", "properties": dict.fromkeys("abcde", {"$ref": "#/$defs/node"})}
+    lark = Lark(SPELLED, json.dumps)
+    MINIMAX_M3.rules([("f", {**node, "$defs": {"node": node}})], lark)
+    assert lark.grammar("").count("\n") < 100
