@@ -97,9 +97,10 @@ class JsonCalls(CallFormat):
         name: as the operator names it.
         layout: how the model writes its calls.
         openers: other ways to open a block, which are read.
-        bare: openers that other text has too, so a call behind them is one of the request's tools;
-            "" is the beginning of the content.
-        final: more of them. A call behind these is one only if nothing follows it.
+        known: openers behind which a call is one of the request's tools; "" is the beginning of
+            the content.
+        final: openers that other text has too. A call behind these is one of the request's tools,
+            and only if nothing follows it.
         other: a format in which models write calls between the same markers.
         sign: the text with which those begin.
     """
@@ -110,37 +111,34 @@ class JsonCalls(CallFormat):
         layout: JsonLayout,
         *,
         openers: Sequence[str] = (),
-        bare: Sequence[str] = (),
+        known: Sequence[str] = (),
         final: Sequence[str] = (),
         other: CallFormat | None = None,
         sign: str = "",
     ) -> None:
-        starts = [layout.start] if layout.start else []
-        ends = [layout.end] if layout.end else []
+        markers = tuple(filter(None, [layout.start, *openers, *known]))
         self.name = name
-        self.openers = (*starts, *openers, *filter(None, bare), *final)
-        self.marks = tuple(dict.fromkeys([*starts, *openers, *filter(None, bare), *ends]))
-        self.dropped = tuple(ends)
-        self.leading = "" in bare
+        self.openers = (*markers, *final)
+        self.dropped = tuple(filter(None, [layout.end]))
+        self.marks = (*markers, *self.dropped)
+        self.leading = "" in known
         self.ids = layout.ids
-        self._layout = layout
         self.bare = tuple(final)
-        self._known = bare
-        self._final = final
+        self._layout = layout
+        self._known = known
         self._other = other
         self._sign = sign
 
     def reader(self, opener: str, tools: Tools, marks: Marks) -> CallReader:
         layout = self._layout
         begun = _begun(opener)
-        if opener in self._final:
+        if opener in self.bare:
             return FinalReader(marks, tools, begun)
-        ends = [layout.end] if layout.end else []
         if self._other is not None and opener == layout.start:
             other = self._other.reader(opener, tools, marks)
-            return EitherReader(ends, marks, tools, other, self._sign)
+            return EitherReader(self.dropped, marks, tools, other, self._sign)
         return ObjectsReader(
-            ends,
+            self.dropped,
             marks,
             tools,
             single=not layout.keys,
@@ -179,7 +177,7 @@ class JsonCalls(CallFormat):
         closed = f"{space} {lark.text(self._layout.end)}" if self._layout.end else ""
         behind = {"": lark.rule(f"{space} {body} {closed}"), "[": lark.rule(f"{rest} {closed}")}
         return {
-            opener: behind[_begun(opener)] for opener in self.openers if opener not in self._final
+            opener: behind[_begun(opener)] for opener in self.openers if opener not in self.bare
         }
 
 
@@ -202,7 +200,7 @@ ERNIE45 = JsonCalls("ernie45", JsonLayout("<tool_call>", "</tool_call>", inner="
 PROMPTED = JsonCalls(
     "prompted",
     JsonLayout("<tool_call>", "</tool_call>", inner="\n"),
-    bare=("",),
+    known=("",),
     final=_FINAL,
     other=QWEN_XML,
     sign="<function=",
@@ -210,7 +208,7 @@ PROMPTED = JsonCalls(
 LLAMA_JSON = JsonCalls(
     "llama_json",
     JsonLayout("", between="; ", keys=("name", "parameters")),
-    bare=("", "<|python_tag|>"),
+    known=("", "<|python_tag|>"),
     final=(*_FINAL, ' {"name"', ' {"type": "function"'),
 )
 MISTRAL_LIST = JsonCalls(
@@ -245,7 +243,7 @@ FUNCTOOLS = JsonCalls(
     openers=("functools[",),
 )
 XLAM = JsonCalls(
-    "xlam", JsonLayout("", listed=True), openers=("[TOOL_CALLS]",), bare=("",), final=_FINAL
+    "xlam", JsonLayout("", listed=True), openers=("[TOOL_CALLS]",), known=("",), final=_FINAL
 )
 
 JSON_FORMATS: Sequence[CallFormat] = (

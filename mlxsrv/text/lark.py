@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from mlxsrv.text.marks import Marks
@@ -112,6 +112,17 @@ def stand_alone(part: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, 
     """Return a part of a schema with the definitions of the whole, if it refers to any."""
     defined = {key: whole[key] for key in _DEFINITIONS if key in whole}
     return {**defined, **part} if "$ref" in json.dumps(part) else dict(part)
+
+
+def listed_members(schema: Mapping[str, Any]) -> tuple[dict[str, Mapping[str, Any]], Sequence[str]]:
+    """Return the schemas of the members that an object's schema lists or requires, by key, and the
+    keys of those that it requires."""
+    properties, required = schema.get("properties"), schema.get("required")
+    listed = properties if isinstance(properties, Mapping) else {}
+    keys = [key for key in required if isinstance(key, str)] if isinstance(required, list) else []
+    found = {key: listed.get(key) for key in (*listed, *keys)}
+    members = {key: each if isinstance(each, Mapping) else {} for key, each in found.items()}
+    return members, list(dict.fromkeys(keys))
 
 
 def text_bounds(schema: Mapping[str, Any]) -> str:

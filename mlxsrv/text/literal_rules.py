@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mlxsrv.text.calls import NotEnforceable, ToolSchema
-from mlxsrv.text.lark import Lark, stand_alone, text_bounds, text_pattern
+from mlxsrv.text.lark import Lark, listed_members, stand_alone, text_bounds, text_pattern
 
 _KEY = re.compile(r"[\w.$/@-]+")
 _ANY_KEY = "[A-Za-z_][A-Za-z0-9_.-]{0,63}"
@@ -59,14 +59,9 @@ class LiteralRules:
         Args:
             quote: what stands at both sides of a key.
         """
-        properties = schema.get("properties")
-        properties = properties if isinstance(properties, Mapping) else {}
-        required = [key for key in _listed(schema.get("required")) if isinstance(key, str)]
-        keys = list(dict.fromkeys([*properties, *required]))
+        listed, required = listed_members(schema)
         sorted_keys = self._quote not in ("", "'")
-        if sorted_keys:
-            keys.sort(key=str.lower)
-        if not keys:
+        if not listed:
             if schema.get("additionalProperties", "properties" not in schema) is False:
                 return self._lark.rule('""')
             member = f"/{quote}{_ANY_KEY}{quote}/ {json.dumps(equals)} {self._any(_DEPTH)}"
@@ -74,11 +69,11 @@ class LiteralRules:
         members = {
             key: self._lark.rule(
                 f"{json.dumps((repr(key) if quote else _bare_key(key)) + equals)} "
-                f"{self._value(properties.get(key, {}))}"
+                f"{self._value(listed[key])}"
             )
-            for key in keys
+            for key in (sorted(listed, key=str.lower) if sorted_keys else listed)
         }
-        if sorted_keys or len(keys) > _MOST:
+        if sorted_keys or len(listed) > _MOST:
             return self._in_order(members, required, comma)
         return self._lark.any_order(members, frozenset(required), json.dumps(comma))
 

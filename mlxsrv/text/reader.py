@@ -124,8 +124,8 @@ class AnswerReader(Stage[str, list[OutputPart]]):
         self._inner = False  # some of these stand inside longer markers
         self._framed: Sequence[str] = ()
         self._markers = Scanner([])
-        leading = calls is not None and calls.format.leading
-        self._plain = not bound and not leading  # text without a marker decides nothing
+        self._leading = calls is not None and calls.format.leading
+        self._plain = not bound and not self._leading  # text without a marker decides nothing
         self._begun = False  # content has begun
         self._settled = False  # a bound answer's content has begun, so no opener follows
         self._held = ""  # may be the beginning of a marker
@@ -226,10 +226,18 @@ class AnswerReader(Stage[str, list[OutputPart]]):
         """Read up to a marker, and the marker."""
         if self._frame.markers is not self._framed:
             self._find_markers()
+        leads = self._leading and not self._begun and not self._frame.reasoning
+        if leads:
+            body = text.lstrip()  # openers that begin with whitespace are for later text
+            self._place(text[: len(text) - len(body)], parts)
+            text = body
         found = self._markers.search(text) if self._markers.start(text) else None
         start, end = found or (len(text) - self._markers.held(text),) * 2
-        if not self._begun and self._leads(text[:start]):
-            return self._begin_leading(text, parts)
+        if leads and start > 0:
+            self._begun = True
+            self._plain = not self._bound
+            self._begin_block("", "")
+            return text
         self._place(text[:start], parts)
         if self._bound and self._begun and self.calls == 0 and not self._settled:
             self._settled = self._plain = True
@@ -290,19 +298,6 @@ class AnswerReader(Stage[str, list[OutputPart]]):
             thoughts = {*self._framed, *map(self._marks.spell, self._framed)}
             patterns -= thoughts - self._stray
         self._markers = Scanner(sorted(patterns))
-
-    def _leads(self, text: str) -> bool:
-        """Whether content begins with this text, and may begin with a call."""
-        leading = self._offered is not None and self._offered.format.leading
-        return leading and not self._frame.reasoning and bool(text.strip())
-
-    def _begin_leading(self, text: str, parts: list[OutputPart]) -> str:
-        body = text.lstrip()
-        self._place(text[: len(text) - len(body)], parts)
-        self._begun = True
-        self._plain = not self._bound
-        self._begin_block("", "")
-        return body
 
     def _cross(self, marker: str, parts: list[OutputPart]) -> None:
         """Go on behind a marker."""

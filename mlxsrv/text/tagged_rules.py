@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mlxsrv.text.calls import NotEnforceable, ToolSchema
-from mlxsrv.text.lark import Lark, stand_alone, text_pattern
+from mlxsrv.text.lark import Lark, listed_members, stand_alone, text_pattern
 from mlxsrv.text.values import Argument, ArgumentTypes
 
 _MOST = 6  # required keys whose order is free: there is a rule for each set of them
@@ -42,26 +42,20 @@ class ArgumentRules:
         them.
         """
         schema = self._schema
-        properties = schema.get("properties")
-        properties = properties if isinstance(properties, Mapping) else {}
-        listed = schema.get("required")
-        required = [key for key in listed if isinstance(key, str)] if type(listed) is list else []
-        required = list(dict.fromkeys(required))
-        keys = list(dict.fromkeys([*properties, *required]))
-        for key in keys:
+        members, required = listed_members(schema)
+        for key in members:
             if not _KEY.fullmatch(key):
                 raise NotEnforceable(f"the parameter {key!r} cannot stand in a call's tags")
-        bodies = {key: self._write(json.dumps(key), *self._typed(key)) for key in keys}
-        if not keys and schema.get("additionalProperties", "properties" not in schema):
+        if not members and schema.get("additionalProperties", "properties" not in schema):
             return self._lark.rule(
                 f"({self._write(f'/{_ANY_KEY}/', {}, self._types.argument(''))})*"
             )
-        rules = {key: self._lark.rule(body) for key, body in bodies.items()}
+        rules = {key: self._lark.rule(self._argument(key, each)) for key, each in members.items()}
         if len(required) > _MOST:
             return self._in_order(rules, required)
-        if len(keys) <= _MOST:
+        if len(members) <= _MOST:
             return self._lark.any_order(rules, frozenset(required))
-        optional = [rules[key] for key in keys if key not in required]
+        optional = [rules[key] for key in members if key not in required]
         between = f"({' | '.join(optional)})*" if optional else ""
         again = {key: rules[key] for key in required}
         return self._lark.any_order(again, frozenset(required), between=between)
@@ -71,12 +65,9 @@ class ArgumentRules:
             " ".join(rule + "?" * (key not in required) for key, rule in rules.items())
         )
 
-    def _typed(self, key: str) -> tuple[Mapping[str, Any], Argument]:
-        """Return the schema of an argument, which stands alone, and its type."""
-        properties = self._schema.get("properties")
-        found = properties.get(key, {}) if isinstance(properties, Mapping) else {}
-        schema = found if isinstance(found, Mapping) else {}
-        return stand_alone(schema, self._schema), self._types.argument(key)
+    def _argument(self, key: str, schema: Mapping[str, Any]) -> str:
+        alone = stand_alone(schema, self._schema)
+        return self._write(json.dumps(key), alone, self._types.argument(key))
 
 
 def gapped(lark: Lark, text: str) -> str:

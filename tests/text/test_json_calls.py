@@ -219,6 +219,12 @@ def test_what_models_write_in_place_of_their_format(
     assert read_each_way(format, text, TOOLS) == expected
 
 
+def test_a_call_that_begins_an_answer_is_streamed_behind_whitespace_too() -> None:
+    for space in ("", " ", "\n\n"):
+        parts = caller(LLAMA_JSON, TOOLS).feed(space + '{"name": "f", "parameters": {"a": ')
+        assert merge(parts) == [("f", '{"a": ')]
+
+
 def test_text_without_a_marker_is_no_fault() -> None:
     """Not even if a limit cuts it off."""
     for text in ('So:\n```json\n{"a": 5}\n```', 'So:\n```json\n{"na', 'So:\n{"name": "h"}'):
