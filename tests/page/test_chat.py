@@ -150,9 +150,9 @@ def test_settings_are_sent_and_only_those_that_are_set(page: Any, url: str) -> N
         "think": True,
         "stop": ["!"],
         "stream": True,
-        "stream_options": {"include_usage": True},
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
     }
-    expect(answers(page).get_by_text("Thoughts")).to_be_visible()
+    expect(answers(page).get_by_text("Thought for")).to_be_visible()
 
 
 def test_what_is_no_json_is_told_and_not_sent(page: Any, url: str) -> None:
@@ -175,6 +175,7 @@ def test_the_copied_requests_give_the_same_answer(page: Any, url: str) -> None:
     expect(answers(page)).to_contain_text(" written")
     press(answers(page), "Copy")
     answer = copied(page)
+    press(answers(page), "More")
     press(answers(page), "Copy as curl")
     streamed = _run("bash", "-c", copied(page))
     assert '"role":"assistant"' in streamed

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 
+from tests.page.conftest import Serve
+
 VIEWS = ("Chat", "Compare", "Steer", "Server")
 
 
@@ -59,8 +61,8 @@ def test_a_view_that_is_shown_again_is_where_it_was(page: Any, url: str, view: s
 
 
 def test_a_view_that_is_not_loaded_is_told_and_tried_again(page: Any, url: str) -> None:
-    page.goto(url)
     page.route("**/page/steer.js", lambda route: route.abort())
+    page.goto(url)
     page.get_by_role("link", name="Steer").click()
     told = page.get_by_role("main").get_by_role("alert")
     expect(told).to_contain_text("Steer cannot be opened")
@@ -71,6 +73,16 @@ def test_a_view_that_is_not_loaded_is_told_and_tried_again(page: Any, url: str) 
     page.unroute("**/page/steer.js")
     told.get_by_role("button", name="Try again").click()
     expect(page.get_by_role("heading", name="Steer")).to_be_visible()
+
+
+def test_every_view_opens_when_the_server_is_gone(page: Any, serve: Serve) -> None:
+    with serve() as url:
+        page.goto(url)
+        page.wait_for_load_state("networkidle")
+    for view in VIEWS:
+        page.get_by_role("navigation", name="Views").get_by_role("link", name=view).click()
+        expect(page.get_by_role("region", name=view, exact=True)).to_be_visible()
+    expect(page.get_by_text("The server does not answer; trying again")).to_be_visible()
 
 
 def test_what_breaks_the_policy_is_not_run(page: Any, url: str, told: Any) -> None:

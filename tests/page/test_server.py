@@ -78,17 +78,17 @@ def running(url: str) -> Iterator[None]:
 
 
 def test_the_plots_follow_a_stream(view: Any, url: str) -> None:
-    expect(plot(view, "Rows")).to_have_accessible_name(re.compile("^Rows: 0 now"))
+    expect(plot(view, "Running")).to_have_accessible_name(re.compile("^Running: 0 now"))
     with running(url):
-        expect(plot(view, "Rows")).to_have_accessible_name(re.compile("^Rows: 1 now"))
+        expect(plot(view, "Running")).to_have_accessible_name(re.compile("^Running: 1 now"))
         expect(view.get_by_role("row", name=re.compile("^t "))).to_contain_text("1 of 1")
         speed = re.compile("^Tokens per second: [1-9][0-9,]* now; from .* in the last 2 minutes$")
         expect(plot(view, "Tokens per second")).to_have_accessible_name(speed)
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(url + CHAT, json=body(max_tokens=1), timeout=3)  # it waits for the only row
-        expect(plot(view, "Waiting")).to_have_accessible_name(re.compile("to 1 in the last"))
-    expect(plot(view, "Rows")).to_have_accessible_name(
-        "Rows: 0 now; from 0 to 1 in the last 2 minutes"
+        expect(plot(view, "Queued")).to_have_accessible_name(re.compile("to 1 in the last"))
+    expect(plot(view, "Running")).to_have_accessible_name(
+        "Running: 0 now; from 0 to 1 in the last 2 minutes"
     )
     expect(view).to_contain_text(re.compile("95 % of first tokens within [0-9.]+ m?s"))
 
@@ -96,8 +96,8 @@ def test_the_plots_follow_a_stream(view: Any, url: str) -> None:
 def test_the_cache_is_seen(view: Any, url: str) -> None:
     for _ in range(2):
         httpx.post(url + CHAT, json=long_body()).raise_for_status()
-    hits = re.compile("^Prompt tokens from the cache: [1-9][0-9]? % now")
-    expect(plot(view, "Prompt tokens from the cache")).to_have_accessible_name(hits)
+    hits = re.compile("^Prompt cache hits: [1-9][0-9]? % now")
+    expect(plot(view, "Prompt cache hits")).to_have_accessible_name(hits)
     first = re.compile("^Time to first token: [0-9.]+ m?s now")
     expect(plot(view, "Time to first token")).to_have_accessible_name(first)
 
@@ -106,7 +106,7 @@ def test_the_bar_shows_what_memory_is_used_for(view: Any, url: str) -> None:
     httpx.post(url + CHAT, json=long_body()).raise_for_status()
     bar = view.get_by_role("img", name=re.compile("^Memory, of [0-9.]+ [GT]B: Weights "))
     name = re.compile(
-        r"Weights [1-9.]\S* kB, Rows .*, Kept prompts [1-9]\S* [kM]B, Free \S+ [GT]B$"
+        r"Weights [1-9.]\S* kB, Running .*, Prompt cache [1-9]\S* [kM]B, Free \S+ [GT]B$"
     )
     expect(bar).to_have_accessible_name(name)
     boxes = [each.bounding_box() for each in bar.locator("span").all()]
@@ -121,7 +121,7 @@ def test_a_model_tells_what_it_needs(view: Any, url: str) -> None:
     per_token = sum(cost["bytes_per_token"] for cost in model["kv_cache"])
     assert per_token < 1000
     row = view.get_by_role("row", name=re.compile("^t "))
-    expect(row).to_contain_text(f"{per_token} B a token")
+    expect(row).to_contain_text(f"{per_token} B per token")
     expect(row).to_contain_text("1,000,000")
     expect(row).to_contain_text("loaded")
 
@@ -245,7 +245,7 @@ def test_a_server_may_go_away_and_come_back(page: Any, serve: Serve, endless: Pa
         expect(view).to_contain_text("missing_required_parameter")
     state = view.get_by_role("status")
     expect(state).to_have_text("The server does not answer; trying again")
-    expect(plot(view, "Rows")).to_have_accessible_name(re.compile("^Rows: no value; from 0"))
+    expect(plot(view, "Running")).to_have_accessible_name(re.compile("^Running: no value; from 0"))
     with serve("--model", f"t={endless}", "--port", f"{port}"):
         expect(state).to_have_text("Ready")
         expect(view).to_contain_text("No request has failed since the start.")

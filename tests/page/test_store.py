@@ -60,10 +60,15 @@ def test_conversations_are_listed_opened_and_deleted(page: Any, url: str) -> Non
     listed(page).last.click()
     expect(questions(page)).to_contain_text("Who are you?")
     expect(listed(page).last).to_have_attribute("aria-current", "true")
-    page.keyboard.press("Control+k")
+    page.keyboard.press("ControlOrMeta+Shift+o")
     expect(page.get_by_role("heading", name="New chat")).to_be_visible()
     expect(box(page)).to_be_focused()
-    page.on("dialog", lambda dialog: dialog.accept())
+    page.get_by_role("button", name="Delete Who are you?").click()
+    expect(listed(page)).to_have_text([QUESTION])
+    page.get_by_role("button", name="Undo").click()
+    expect(listed(page)).to_have_count(2)
+    expect(questions(page)).to_contain_text("Who are you?")
+    expect(answers(page)).to_contain_text(" written")
     page.get_by_role("button", name="Delete Who are you?").click()
     expect(listed(page)).to_have_text([QUESTION])
     page.reload()
@@ -91,9 +96,8 @@ def test_nothing_stays_of_a_conversation_that_is_deleted_while_it_is_answered(
     setting(page, "Other fields").fill(ENDLESS)
     ask(page, QUESTION)
     expect(answers(page)).to_contain_text("Ctrl-C")
-    page.on("dialog", lambda dialog: dialog.accept())
     page.get_by_role("button", name=f"Delete {QUESTION}").click()
-    expect(page.locator("#note")).to_have_text("Deleted")
+    expect(page.locator("#note")).to_contain_text("Deleted")
     kept = """() => new Promise(resolve => {
         const opened = indexedDB.open("mlxsrv /");
         opened.onsuccess = () => {
@@ -129,7 +133,6 @@ def test_a_file_brings_all_conversations_back(page: Any, url: str, tmp_path: Pat
     path = tmp_path / download.value.suggested_filename
     download.value.save_as(path)
     assert path.name == "conversations.json"
-    page.on("dialog", lambda dialog: dialog.accept())
     for left in (1, 0):
         page.get_by_role("button", name="Delete ").first.click()
         expect(listed(page)).to_have_count(left)
@@ -258,3 +261,36 @@ def bring(page: Any, path: Path) -> None:
     with page.expect_file_chooser() as chooser:
         page.get_by_role("button", name="Import").click()
     chooser.value.set_files(path)
+
+
+def test_a_chat_is_renamed_and_found_by_what_was_said(page: Any, url: str) -> None:
+    page.goto(url)
+    answered(page, "Who are you?")
+    answered(page, QUESTION)
+    page.get_by_role("button", name=f"Rename {QUESTION}").click()
+    name = page.get_by_role("textbox", name="Name of the chat")
+    name.fill("How to stop")
+    name.press("Enter")
+    expect(listed(page).first).to_have_text("How to stop")
+    expect(page.get_by_role("heading", level=1, name="How to stop")).to_be_visible()
+    page.reload()
+    expect(listed(page).first).to_have_text("How to stop")
+    box(page).press("ControlOrMeta+k")
+    search = page.get_by_role("searchbox", name="Search chats")
+    expect(search).to_be_focused()
+    for text, found in (("ctrl-c", ["How to stop"]), ("WHO ARE", ["Who are you?"]), ("zebra", [])):
+        search.fill(text)
+        expect(listed(page)).to_have_text(found)
+    expect(page.get_by_text("Nothing found")).to_be_visible()
+    search.fill("")
+    expect(listed(page)).to_have_count(2)
+
+
+def test_a_chat_that_is_written_to_is_marked(page: Any, url: str) -> None:
+    page.goto(url)
+    setting(page, "Other fields").fill(ENDLESS)
+    ask(page, QUESTION)
+    mark = page.get_by_role("navigation", name="Conversations").locator(".writing")
+    expect(mark).to_have_count(1)
+    press(page, "Stop")
+    expect(mark).to_have_count(0)

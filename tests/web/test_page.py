@@ -15,7 +15,7 @@ import mlxsrv
 from mlxsrv.web.app import App
 
 FILES = Path(mlxsrv.__file__).parent / "web/page/files"
-MOST_BYTES = 154_000
+MOST_BYTES = 220_000
 
 
 def make_app(**options: object) -> App:

@@ -1,7 +1,7 @@
 /** An answer: its thoughts, its text, its tool calls, how it ended, and its figures. */
 
 import { eachFrame, el } from "./dom.js";
-import { seconds } from "./figures.js";
+import { count, seconds } from "./figures.js";
 import { emptyAnswer } from "./generate.js";
 import { InsideView, beginning } from "./inside.js";
 import { MarkdownView } from "./markdown.js";
@@ -23,11 +23,13 @@ export class AnswerView {
 		this.inside = new InsideView((...chosen) => goOn(beginning(this.answer, ...chosen)));
 		this.thoughts = new MarkdownView(announce);
 		this.text = new MarkdownView(announce);
-		this.folded = el("details.thoughts.quiet", el("summary", "Thoughts"), this.thoughts.element);
+		this.thinking = el("summary");
+		this.glimpse = el("p.glimpse", { dir: "auto", ariaHidden: "true" });
+		this.folded = el("details.thoughts.quiet", this.thinking, this.thoughts.element);
 		this.calls = [];
 		this.end = el("p.end");
 		this.figures = el("p.figures.quiet");
-		const parts = [this.folded, this.text.element, this.inside.element, this.end, this.figures];
+		const parts = [this.folded, this.glimpse, this.text.element, this.inside.element, this.end, this.figures];
 		this.element = el("div.answer", ...parts);
 		this.draw = eachFrame(() => this.drawNow());
 		this.drawNow();
@@ -42,8 +44,7 @@ export class AnswerView {
 
 	drawNow() {
 		const { content, reasoning, calls, finish, error } = this.answer;
-		this.folded.hidden = reasoning === "";
-		this.thoughts.update(reasoning);
+		this.drawThoughts(reasoning, finish === null && content === "" && calls.length === 0);
 		this.inside.element.hidden = !this.looks;
 		if (this.looks) this.inside.update(this.answer.tokens);
 		this.text.element.hidden = this.looks || content === "";
@@ -53,6 +54,20 @@ export class AnswerView {
 		this.end.classList.toggle("error", error !== "");
 		this.end.hidden = this.end.textContent === "";
 		this.figures.replaceChildren(visible(figures(this.answer, this.models.names)));
+	}
+
+	/** Show the thoughts, which are folded, and their last line while more of them come. */
+	drawThoughts(reasoning, thinks) {
+		const { elapsed, thoughtFrom, thoughtFor, usage } = this.answer;
+		this.folded.hidden = reasoning === "";
+		this.folded.classList.toggle("moving", thinks);
+		this.thoughts.update(reasoning);
+		const since = Math.max(0, elapsed - (thoughtFrom ?? elapsed));
+		const tokens = usage ? ` · ${count(usage.completion_tokens)} tokens` : "";
+		if (thinks) this.thinking.textContent = `Thinking, ${Math.floor(since / 1000)} s${tokens}`;
+		else this.thinking.textContent = thoughtFor ? `Thought for ${seconds(thoughtFor / 1000)}` : "Thoughts";
+		this.glimpse.hidden = !thinks || this.folded.open;
+		if (!this.glimpse.hidden) this.glimpse.replaceChildren(visible(lastLine(reasoning)));
 	}
 
 	drawCalls(calls) {
@@ -90,15 +105,23 @@ function indented(json) {
 	}
 }
 
-function figures({ model, usage, firstToken, duration }, models) {
+/** The end of a text, of one line at most. */
+function lastLine(text) {
+	const end = text.slice(-160).trimEnd();
+	return end.slice(end.lastIndexOf("\n") + 1);
+}
+
+function figures({ model, usage, firstToken, duration, finish }, models) {
 	// One model needs no name.
 	const facts = models.some(each => each !== model) ? [model] : [];
-	if (usage) {
+	const running = finish === null;
+	if (usage && running) facts.push(`${count(usage.completion_tokens)} tokens`);
+	else if (usage) {
 		const cached = usage.prompt_tokens_details?.cached_tokens;
-		facts.push(`${usage.prompt_tokens} tokens read${cached ? ` (${cached} cached)` : ""}`);
-		facts.push(`${usage.completion_tokens} written`);
+		facts.push(`${count(usage.prompt_tokens)} tokens read${cached ? ` (${count(cached)} cached)` : ""}`);
+		facts.push(`${count(usage.completion_tokens)} written`);
 	}
-	if (firstToken !== null) facts.push(`first after ${seconds(firstToken / 1000)}`);
+	if (firstToken !== null && !running) facts.push(`${seconds(firstToken / 1000)} to first token`);
 	// The first token came before the clock of the others began. What came in one packet has no speed.
 	if (usage && usage.completion_tokens > 1 && duration > 20) {
 		const speed = (1000 * (usage.completion_tokens - 1)) / duration;

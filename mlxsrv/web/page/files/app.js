@@ -1,14 +1,16 @@
 /** The page: its views, one of which is shown, as the address says behind `#`. */
 
 import { API } from "./api.js";
-import { button, el } from "./dom.js";
+import { button, el, small } from "./dom.js";
+import { helpButton, themeButton } from "./help.js";
+import { icon } from "./icons.js";
 import { Keys } from "./keys.js";
 import { Models } from "./models.js";
 
 /**
  * @typedef {{
- *   api: API, models: Models, announce(text: string): void, open(name: string): Promise<any>
- * }} Context what each view is given; `announce` shows a note; `open` gives a view, or undefined if it cannot
+ *   api: API, models: Models, announce(text: string, undo?: () => void): void, open(name: string): Promise<any>
+ * }} Context what each view is given; `announce` shows a note, perhaps with a button; `open` gives a view, or undefined if it cannot
  *
  * The file of a view has its class, `View`: its `element` is shown, and then its `shown` called.
  */
@@ -32,10 +34,16 @@ let front; // the view that is shown
 let noteEnds = 0;
 let retry = 0;
 
-function announce(text) {
-	note.textContent = text;
+/** @param {() => void} [undo] */
+function announce(text, undo) {
+	const end = () => (note.textContent = "");
+	const press = () => {
+		end();
+		undo?.();
+	};
+	note.replaceChildren(text, ...(undo ? [small("Undo", press)] : []));
 	clearTimeout(noteEnds);
-	noteEnds = setTimeout(() => (note.textContent = ""), 4000);
+	noteEnds = setTimeout(end, undo ? 10_000 : 4000);
 }
 
 async function open(name) {
@@ -60,12 +68,12 @@ async function open(name) {
 			view.shown();
 		}
 		return view;
-	} catch (error) {
+	} catch {
 		if (location.hash !== address) return;
 		front = undefined;
 		// A browser may hold a module to be missing until the page is loaded anew.
 		const again = button("Try again", () => location.reload());
-		bringToFront(el("p.error", { role: "alert" }, `${title} cannot be opened: ${error.message} `, again));
+		bringToFront(el("p.error", { role: "alert" }, `${title} cannot be opened: the server did not send it. `, again));
 	}
 }
 
@@ -105,8 +113,11 @@ function connectAfter(pause, read) {
 	retry = setTimeout(() => (document.hidden ? connectAfter(pause, read) : connect(read)), pause);
 }
 
-find("nav").append(...Object.entries(VIEWS).map(([name, { title }]) => el("a", { href: `#${name}` }, title)));
+find("nav").append(
+	...Object.entries(VIEWS).map(([name, { title }]) => el("a", { href: `#${name}` }, icon(name), el("span", title))),
+);
 find("#model").append(models.select());
+find("#tools").append(themeButton(), helpButton());
 find("header").after(models.line());
 find(".skip").onclick = event => {
 	event.preventDefault(); // what stands behind # names a view
@@ -116,3 +127,5 @@ models.addEventListener("change", follow);
 addEventListener("hashchange", () => open(location.hash.slice(1)));
 connect();
 open(location.hash.slice(1));
+// All are here before somebody wants them: the server may be gone by then.
+for (const { load } of Object.values(VIEWS)) load().catch(() => {});

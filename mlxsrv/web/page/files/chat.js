@@ -1,16 +1,20 @@
 /** The view "Chat": a conversation, the list of all of them, and the settings. */
 
 import { add, asRequest, branches, choose, newConversation, newId, path, upTo } from "./conversation.js";
-import { button, composes, download, el, errorLine, onEnter, small } from "./dom.js";
+import { Chips } from "./chips.js";
+import { button, composes, download, el, errorLine, growing, onEnter, small, type } from "./dom.js";
+import { count } from "./figures.js";
 import { emptyAnswer } from "./generate.js";
+import { icon, iconButton } from "./icons.js";
 import { ConversationList } from "./list.js";
 import { viewOf } from "./message.js";
 import { chatBody, hasForm } from "./request.js";
 import { Runs } from "./runs.js";
 import { recall, remember } from "./session.js";
-import { SettingsForm, defaults } from "./settings.js";
+import { SettingsForm, savedSettings } from "./settings.js";
 import { Store } from "./store.js";
 import { asFile, fromFile } from "./transfer.js";
+import { Welcome } from "./welcome.js";
 
 const NEAR = 40; // pixels from the end of the conversation that count as its end
 
@@ -19,7 +23,8 @@ export class View {
 		this.api = context.api;
 		this.models = context.models;
 		this.announce = context.announce;
-		this.conversation = newConversation(defaults());
+		this.openView = context.open;
+		this.conversation = newConversation(savedSettings());
 		this.store = new Store(
 			() => this.tell("The browser does not keep what is new here. Export it before you close this tab."),
 			change => this.changedElsewhere(change),
@@ -30,37 +35,43 @@ export class View {
 		this.following = true; // whether the end stays in sight
 		this.settings = new SettingsForm(this);
 		this.list = new ConversationList(this);
-		this.side = new Panel("Chats", this.list.element, isWide());
-		this.options = new Panel("Settings", this.settings.element, false);
+		this.side = new Panel("panel", "Chats", this.list.element, isWide());
+		this.options = new Panel("settings", "Settings", this.settings.element, false);
 		this.title = el("h1", { dir: "auto" });
 		this.messages = el("div.messages");
-		this.empty = el("p.empty.quiet", "Ask the model something.");
+		this.welcome = new Welcome(this);
 		const onscroll = () => this.follow();
 		const props = { role: "log", tabIndex: 0, ariaLabel: "Messages", ariaLive: "off", onscroll };
-		this.log = el("div.log", props, this.empty, this.messages);
+		this.log = el("div.log", props, this.welcome.element, this.messages);
 		new ResizeObserver(() => this.toEnd()).observe(this.messages);
 		this.trouble = errorLine();
 		this.heard = el("p.unseen", { role: "status" });
-		this.box = el("textarea", { rows: 1, dir: "auto", placeholder: "Message", ariaLabel: "Message" });
+		this.box = growing("textarea", { rows: 1, dir: "auto", placeholder: "Message", ariaLabel: "Message" });
+		this.box.addEventListener("input", () => this.keepDraft());
+		this.chips = new Chips(this);
+		this.asked = el("p.line.asked", { role: "status", hidden: true });
 		this.looks = el("input", {
 			type: "checkbox",
 			onchange: () => this.changeSettings({ logprobs: this.looks.checked }),
 		});
-		this.sendButton = el("button.main", "Send");
-		this.stopButton = button("Stop", () => this.stop(), { title: "Escape" });
-		const form = onEnter(el("form.composer", this.box, this.sendButton, this.stopButton), () => this.send());
+		this.meter = el("small.meter");
+		this.sendButton = el("button.icon-button.main", { ariaLabel: "Send", title: "Send: Enter" }, icon("send"));
+		this.stopButton = iconButton("stop", "Stop", () => this.stop(), "icon-button main");
+		const tools = el("div.line", this.meter, this.sendButton, this.stopButton);
+		const form = onEnter(el("form.composer", this.box, tools), () => this.send());
+		const foot = el("div.foot", this.asked, this.chips.element, form);
 		const bar = el(
 			"div.bar",
 			this.side.toggle,
 			this.title,
-			el("label.check", this.looks, "Look inside"),
+			el("label.toggle", this.looks, icon("eye"), "Look inside"),
 			this.options.toggle,
 		);
 		this.element = el(
 			"section.chat",
 			{ ariaLabel: "Chat" },
 			this.side.content,
-			el("div.middle", bar, this.log, this.trouble, form, this.heard),
+			el("div.middle", bar, this.log, this.trouble, foot, this.heard),
 			this.options.content,
 		);
 		document.addEventListener("keydown", event => this.element.inert || this.press(event));
@@ -76,30 +87,42 @@ export class View {
 
 	press(event) {
 		if (composes(event) || document.querySelector("dialog[open], :popover-open")) return;
-		if (event.key === "Escape") this.stop();
-		if (event.key === "k" && (event.ctrlKey || event.metaKey)) {
-			event.preventDefault();
-			this.startNew();
-		}
+		const { key, ctrlKey, metaKey, shiftKey, target } = event;
+		const last = this.messages.querySelector(".user:nth-last-child(-n + 2) .row button");
+		const acts = {
+			Escape: () => this.stop(),
+			...(target === this.box && this.box.value === "" && last && { ArrowUp: () => last.click() }),
+			...((ctrlKey || metaKey) && { ",": () => this.options.show(this.options.content.hidden) }),
+			...((ctrlKey || metaKey) && !shiftKey && { k: () => this.searchChats() }),
+			...((ctrlKey || metaKey) && shiftKey && { o: () => this.startNew() }),
+		};
+		const act = acts[key.length === 1 ? key.toLowerCase() : key];
+		if (!act) return;
+		if (key !== "Escape") event.preventDefault();
+		act();
+	}
+
+	searchChats() {
+		this.side.show(true);
+		this.list.search.focus();
+		this.list.search.select();
 	}
 
 	// Conversations.
 
-	/** Show what this tab had open, or a new conversation with the settings of the latest. */
+	/** Show what this tab had open. */
 	async restore() {
+		type(this.box, recall(this.draft.name, this.draft.lasting));
 		const empty = this.conversation;
 		const current = recall("conversation");
 		const heads = await this.store.heads();
 		// The user may have begun meanwhile.
-		if (this.conversation === empty) {
-			if (heads.some(({ id }) => id === current)) await this.open(current);
-			else if (heads[0]) this.settings.change(heads[0].settings);
-		}
+		if (this.conversation === empty && heads.some(({ id }) => id === current)) await this.open(current);
 		await this.drawList();
 	}
 
 	startNew() {
-		this.show(newConversation(this.conversation.settings));
+		this.show(newConversation(savedSettings()));
 	}
 
 	/** Show a conversation, unless the user does something else before it is read. */
@@ -130,6 +153,7 @@ export class View {
 	async forget(id) {
 		await this.runs.stop(id);
 		await this.store.delete(id);
+		remember(`draft ${id}`, "", true);
 	}
 
 	/** Say something until another conversation is shown. */
@@ -142,27 +166,57 @@ export class View {
 		this.conversation = conversation;
 		this.settings.draw();
 		this.following = true;
-		this.trouble.hidden = true;
+		this.trouble.hidden = this.asked.hidden = true;
 		this.views.clear();
 		this.messages.replaceChildren();
 		this.draw();
 		this.drawList();
 		if (!isWide()) this.side.show(false);
+		type(this.box, recall(this.draft.name, this.draft.lasting));
 		this.box.focus();
 	}
 
-	async remove({ id, title }, place) {
-		if (!confirm(`Delete “${title}”?`)) return;
+	/** What is written and not sent: of a conversation for good, of a new chat in this tab. */
+	get draft() {
+		const { id, messages } = this.conversation;
+		return messages.length ? { name: `draft ${id}`, lasting: true } : { name: "draft", lasting: false };
+	}
+
+	keepDraft() {
+		remember(this.draft.name, this.box.value, this.draft.lasting);
+	}
+
+	async remove({ id }, place) {
+		await this.runs.stop(id);
+		const kept = await this.store.load(id);
 		await this.forget(id);
 		if (id === this.conversation.id) this.startNew();
 		await this.drawList();
 		if (!this.element.contains(document.activeElement)) this.list.focus(place); // the button has gone
-		this.announce("Deleted");
+		this.announce("Deleted", async () => {
+			await this.store.save(kept, kept.messages);
+			await this.open(id);
+		});
+	}
+
+	/** Name a conversation; without a name its first question is its title. */
+	async rename(id, name) {
+		const own = id === this.conversation.id;
+		const before = own ? this.conversation : await this.store.load(id);
+		if (!before) return;
+		const [first] = path(before);
+		const renamed = name ? { ...before, title: name, named: true } : choose({ ...before, named: false }, first);
+		if (own) this.conversation = renamed;
+		await this.store.save(renamed);
+		this.draw();
+		await this.drawList();
 	}
 
 	async drawList() {
 		remember("conversation", this.conversation.id);
-		this.list.update(await this.store.heads(), this.conversation.id);
+		const wanted = this.list.search.value;
+		const heads = await (wanted ? this.store.search(wanted) : this.store.heads());
+		if (wanted === this.list.search.value) this.list.update(heads, this.conversation.id);
 	}
 
 	exportOne() {
@@ -199,6 +253,7 @@ export class View {
 		const { conversation } = this;
 		this.conversation = { ...conversation, settings: { ...conversation.settings, ...changes } };
 		if ("logprobs" in changes) this.draw();
+		this.chips.draw();
 		if (conversation.messages.length) this.store.save(this.conversation);
 	}
 
@@ -216,8 +271,40 @@ export class View {
 	send() {
 		const content = this.box.value;
 		if (content.trim() === "" || this.runs.of(this.conversation.id)) return;
+		const last = path(this.conversation).at(-1);
+		const call = last && this.view(last).call;
+		if (call) this.askWhatItIs(call, content);
+		else this.sendMessage(content);
+	}
+
+	sendMessage(content) {
+		if (!this.settingsFit()) return;
 		const parent = path(this.conversation).at(-1)?.id ?? "";
-		if (this.ask(parent, { role: "user", content })) this.box.value = "";
+		type(this.box, ""); // while it is the draft of what is shown
+		this.ask(parent, { role: "user", content });
+	}
+
+	/** Ask whether a text is what a tool returned: a message would leave the call without a result. */
+	askWhatItIs(call, content) {
+		const answer = work => () => {
+			this.asked.hidden = true;
+			work();
+		};
+		const fill = answer(() => {
+			type(this.box, "");
+			call.fill(content);
+		});
+		const result = small("Send it as the result", fill, "", "small main");
+		this.asked.replaceChildren(
+			`The model waits for the result of ${call.name}.`,
+			result,
+			small(
+				"Send it as a message",
+				answer(() => this.sendMessage(content)),
+			),
+		);
+		this.asked.hidden = false;
+		result.focus();
 	}
 
 	/** Add a message or the results of tools, and have the model answer. @returns whether it could be asked */
@@ -280,10 +367,15 @@ export class View {
 		const ended = this.runs.start(this.conversation.id, reply, this.request(reply));
 		this.following = true;
 		this.draw();
+		this.drawList();
 		this.box.focus();
 		await ended;
 		this.draw();
-		if (this.view(reply)) this.hear(reply);
+		this.drawList();
+		const view = this.view(reply);
+		if (!view) return;
+		this.hear(reply);
+		if (document.activeElement === this.box && this.box.value === "") view.call?.focus();
 	}
 
 	stop() {
@@ -310,11 +402,24 @@ export class View {
 		// Branches part once, so those that stay are the first.
 		for (const { element } of this.views.values()) if (!element.parentNode) this.messages.append(element);
 		for (const view of this.views.values()) view.place();
-		this.empty.hidden = shown.length > 0;
+		this.chips.draw();
+		this.welcome.element.hidden = shown.length > 0;
+		this.drawMeter(shown.findLast(({ answer }) => answer?.usage)?.answer.usage);
 		this.looks.checked = conversation.settings.logprobs;
 		this.title.textContent = conversation.title || "New chat";
 		this.sendButton.hidden = this.runs.of(conversation.id) !== undefined;
 		this.stopButton.hidden = !this.sendButton.hidden;
+	}
+
+	/** Say how much of the model's context the conversation takes. */
+	drawMeter(usage) {
+		const limit = this.models.current?.context_length;
+		this.meter.hidden = !usage || !limit;
+		if (this.meter.hidden) return;
+		const used = usage.prompt_tokens + usage.completion_tokens;
+		this.meter.textContent = `${count(used)} of ${count(limit)}`;
+		this.meter.title = "Tokens of this conversation, and of the model's context";
+		this.meter.classList.toggle("error", used > 0.9 * limit);
 	}
 
 	/** Note whether the user is at the end. */
@@ -325,7 +430,8 @@ export class View {
 
 	/** Stay at the end as long as the user does, unless a list of alternatives is open. */
 	toEnd() {
-		if (this.following && !document.querySelector(":popover-open")) this.log.scrollTop = this.log.scrollHeight;
+		if (!this.welcome.element.hidden || !this.following || document.querySelector(":popover-open")) return;
+		this.log.scrollTop = this.log.scrollHeight;
 	}
 }
 
@@ -335,9 +441,9 @@ function startOf(begun) {
 
 /** A part beside the conversation that one may close; on a narrow screen it covers the conversation. */
 class Panel {
-	constructor(label, content, open) {
+	constructor(name, label, content, open) {
 		this.content = content;
-		this.toggle = small(label, () => this.show(content.hidden));
+		this.toggle = iconButton(name, label, () => this.show(content.hidden));
 		this.show(open);
 	}
 

@@ -17,9 +17,9 @@
  * }} Reply an answer, with what it was asked for with
  *
  * @typedef {{
- *   id: string, title: string, changed: number, settings: Record<string, any>, chosen: Record<string, string>,
+ *   id: string, title: string, named: boolean, changed: number, settings: Record<string, any>, chosen: Record<string, string>,
  *   messages: (Question | Results | Reply)[]
- * }} Conversation changed at a time in milliseconds, with the settings of the next answer, the ids of shown branches
+ * }} Conversation named by the user or by its first question, changed at a time in milliseconds, with the settings of the next answer, the ids of shown branches
  *   by the parent's, and the messages of all branches as they were made
  */
 
@@ -28,15 +28,13 @@ export function newId() {
 }
 
 export function newConversation(settings) {
-	return { id: newId(), title: "", changed: Date.now(), settings, chosen: {}, messages: [] };
+	return { id: newId(), title: "", named: false, changed: Date.now(), settings, chosen: {}, messages: [] };
 }
 
-/** Add a message, and show its branch. */
+/** Add a message, and show its branch. The first question that is shown is the title. */
 export function add(conversation, message) {
-	const first = conversation.title === "" && message.role === "user";
 	return {
 		...choose(conversation, message),
-		title: first ? titleOf(message.content) : conversation.title,
 		changed: Date.now(),
 		messages: [...conversation.messages, message],
 	};
@@ -44,7 +42,8 @@ export function add(conversation, message) {
 
 export function choose(conversation, message) {
 	const chosen = { ...conversation.chosen, [message.parent]: message.id };
-	return { ...conversation, chosen };
+	const title = conversation.named || message.parent !== "" ? conversation.title : titleOf(message.content ?? "");
+	return { ...conversation, chosen, title };
 }
 
 /** The messages that are shown, first to last. */

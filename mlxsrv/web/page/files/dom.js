@@ -20,6 +20,13 @@ export function el(tag, ...children) {
 	return element;
 }
 
+/** Make an element of a picture. */
+export function svg(tag, attributes) {
+	const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+	for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+	return element;
+}
+
 /** @param {any} label a text, or a list of parts */
 export function button(label, press, props = {}) {
 	return el("button", { type: "button", onclick: press, ...props }, label);
@@ -58,6 +65,25 @@ export function eachFrame(draw) {
 			draw();
 		});
 	};
+}
+
+/** Make a text area that grows with its text: by its style or, in engines without `field-sizing`, by a script. */
+export function growing(tag, props = {}) {
+	const area = el(tag, props);
+	if (CSS.supports("field-sizing", "content")) return area;
+	const grow = () => {
+		area.style.height = "auto";
+		area.style.height = `${area.scrollHeight + area.offsetHeight - area.clientHeight}px`;
+	};
+	area.addEventListener("input", grow);
+	new ResizeObserver(eachFrame(grow)).observe(area); // as it is shown, too
+	return area;
+}
+
+/** Put a text into a field, as if it had been typed. */
+export function type(area, text) {
+	area.value = text;
+	area.dispatchEvent(new Event("input"));
 }
 
 export async function copy(text, announce) {

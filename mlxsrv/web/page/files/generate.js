@@ -18,18 +18,26 @@ export function emptyAnswer() {
 		finish: null,
 		error: "",
 		model: "", // the name that the server gave it
-		usage: null, // or as the API tells it
+		/** @type {any} */ usage: null, // or as the API tells it
 		firstToken: null, // or milliseconds from the request to the first token
 		duration: 0, // milliseconds from the first token to the last so far
+		elapsed: 0, // milliseconds since the request, as long as the answer is written
+		thoughtFrom: null, // or milliseconds from the request to the first token of a thought
+		thoughtFor: 0, // milliseconds from that to the last one so far
 	};
 }
 
 /**
  * Ask, and fill an answer, which may hold what the model is to go on from. An error stands in it:
- * nothing is thrown. `changed` is called after each event; `signal` frees the row on the server.
+ * nothing is thrown. `changed` is called after each event and each second; `signal` frees the row on the server.
  */
 export async function generate(api, body, signal, changed, answer = emptyAnswer()) {
 	const begun = performance.now();
+	const tick = () => {
+		answer.elapsed = performance.now() - begun;
+		changed(answer);
+	};
+	const clock = setInterval(tick, 1000);
 	try {
 		for await (const chunk of api.stream("v1/chat/completions", streamed(body), signal)) {
 			take(answer, chunk, performance.now() - begun);
@@ -40,12 +48,13 @@ export async function generate(api, body, signal, changed, answer = emptyAnswer(
 		answer.finish = signal.aborted ? "stopped" : "error";
 		if (!signal.aborted) answer.error = error.message;
 	}
+	clearInterval(clock);
 	changed(answer);
 	return answer;
 }
 
 export function streamed(body) {
-	return { ...body, stream: true, stream_options: { include_usage: true } };
+	return { ...body, stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } };
 }
 
 /** Add one chunk, which came these milliseconds after the request. */
@@ -58,6 +67,10 @@ function take(answer, chunk, elapsed) {
 	if (content || reasoning || calls) {
 		answer.firstToken ??= elapsed;
 		answer.duration = elapsed - answer.firstToken;
+	}
+	if (reasoning) {
+		answer.thoughtFrom ??= elapsed;
+		answer.thoughtFor = elapsed - answer.thoughtFrom;
 	}
 	answer.content += content ?? "";
 	answer.reasoning += reasoning ?? "";

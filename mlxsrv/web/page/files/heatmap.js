@@ -85,7 +85,7 @@ export class HeatMap {
 			button("Read the unsteered answer", () => run(false)),
 			button("Read the steered answer", () => run(true)),
 		];
-		const explained = `Activations before steering, if among the ${TOP} highest of a token. Press a feature to add it.`;
+		const explained = `The strongest ${TOP} features of each token, before steering. Press a feature to steer with it.`;
 		const line = el("div.line", buttons);
 		this.element = section("Which features fire where", el("p.quiet", explained), line, error, this.frame);
 	}

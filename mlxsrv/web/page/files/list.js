@@ -1,21 +1,27 @@
-/** The list of conversations. */
+/** The list of conversations: searched, renamed, deleted, exported. */
 
-import { button, el, fileInput, small } from "./dom.js";
+import { button, composes, el, fileInput, small } from "./dom.js";
+import { iconButton } from "./icons.js";
+
+const DAY = 86_400_000; // milliseconds
 
 export class ConversationList {
 	constructor(chat) {
 		this.chat = chat;
 		this.shown = "";
 		this.items = el("ul");
+		const oninput = () => chat.drawList();
+		this.search = el("input", { type: "search", placeholder: "Search", ariaLabel: "Search chats", oninput });
 		const picker = fileInput(content => chat.importFile(content), { hidden: true });
 		this.element = el(
 			"nav.conversations",
 			{ ariaLabel: "Conversations" },
 			button("New chat", () => chat.startNew(), {
 				className: "main",
-				title: "Ctrl+K",
-				ariaKeyShortcuts: "Control+K Meta+K",
+				title: "Ctrl+Shift+O",
+				ariaKeyShortcuts: "Control+Shift+O Meta+Shift+O",
 			}),
+			this.search,
 			this.items,
 			el(
 				"div.actions",
@@ -27,25 +33,70 @@ export class ConversationList {
 		);
 	}
 
+	/** @param {string} open the id of the conversation that is shown */
 	update(heads, open) {
-		const shown = JSON.stringify([open, heads.map(({ id, title }) => [id, title])]);
+		const entries = heads.map(({ id, title, changed }) => ({
+			id,
+			title,
+			current: id === open,
+			writing: this.chat.runs.of(id) !== undefined,
+			day: dayOf(changed),
+		}));
+		const shown = JSON.stringify(entries);
 		if (shown === this.shown) return; // what has the focus keeps it
 		this.shown = shown;
-		this.items.replaceChildren(...heads.map((head, place) => this.item(head, place, head.id === open)));
+		const days = Map.groupBy(entries, ({ day }) => day);
+		const group = ([day, all]) => [el("li.group", el("small", day)), ...all.map(each => this.item(each))];
+		const none = this.search.value && heads.length === 0 ? [el("li.group", el("small", "Nothing found"))] : [];
+		this.items.replaceChildren(...[...days].flatMap(group), ...none);
 	}
 
 	/** Focus an entry or, if there are fewer, the last one. */
 	focus(place) {
-		const entry = this.items.children[place] ?? this.items.lastElementChild ?? this.element;
-		entry.querySelector("button").focus();
+		const all = [...this.items.querySelectorAll("button.open")];
+		(all[place] ?? all.at(-1) ?? this.element.querySelector("button")).focus();
 	}
 
-	item(head, place, current) {
-		const props = { className: "open", dir: "auto", ariaCurrent: current ? "true" : null };
-		return el(
-			"li",
-			button(head.title, () => this.chat.open(head.id), props),
-			button("×", () => this.chat.remove(head, place), { ariaLabel: `Delete ${head.title}`, title: "Delete" }),
+	item(entry) {
+		const { id, title, current, writing } = entry;
+		const props = { className: "open", dir: "auto", ariaCurrent: current ? "true" : null, title };
+		const remove = () => {
+			const place = [...this.items.querySelectorAll("button.open")].indexOf(open);
+			this.chat.remove(entry, place);
+		};
+		const open = button(title, () => this.chat.open(id), props);
+		const item = el(
+			writing ? "li.writing" : "li",
+			open,
+			iconButton("edit", `Rename ${title}`, () => this.rename(entry, item)),
+			iconButton("trash", `Delete ${title}`, remove),
 		);
+		return item;
 	}
+
+	/** Show a field in place of an entry. Enter takes the name, Escape does not. */
+	rename({ id, title }, item) {
+		const shown = [...item.childNodes];
+		const input = el("input", { value: title, dir: "auto", ariaLabel: "Name of the chat" });
+		const close = () => {
+			item.replaceChildren(...shown);
+			shown[0].focus();
+		};
+		input.onkeydown = event => {
+			if (composes(event) || !["Enter", "Escape"].includes(event.key)) return;
+			event.stopPropagation(); // Escape stops no answer
+			close();
+			if (event.key === "Enter") this.chat.rename(id, input.value.trim());
+		};
+		item.replaceChildren(input);
+		input.select();
+		input.focus();
+	}
+}
+
+/** Say in words on which day something was. */
+function dayOf(time) {
+	const days = Math.floor((new Date().setHours(24, 0, 0, 0) - time) / DAY);
+	if (days < 2) return days < 1 ? "Today" : "Yesterday";
+	return days < 8 ? "Last 7 days" : "Earlier";
 }

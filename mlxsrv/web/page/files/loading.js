@@ -4,7 +4,7 @@ import { attempt, el, errorLine, lineForm, section, small, table } from "./dom.j
 import { bytes, count } from "./figures.js";
 import { isMoving, stateOf } from "./models.js";
 
-const FACTS = ["State", "Size", "KV cache", "Context", "Rows", "Requests"];
+const FACTS = ["State", "Size", "KV cache", "Context", "Running", "Requests"];
 
 export class ModelTable {
 	constructor(context, look) {
@@ -92,7 +92,10 @@ class ModelRow {
 			state?.requests ?? "–",
 		];
 		this.cells.forEach((cell, index) => (cell.textContent = texts[index]));
-		if (!this.busy) this.label(this.loaded ? "Unload" : "Load", pinned || isMoving(model));
+		if (this.busy) return;
+		this.label(this.loaded ? "Unload" : "Load", pinned || isMoving(model));
+		const why = pinned ? "It stays loaded: --pin names it, or it has an SAE" : "It is on its way";
+		this.button.title = this.button.ariaDisabled === "true" ? why : "";
 	}
 
 	/** The button keeps the focus while it cannot be pressed. */
@@ -103,11 +106,11 @@ class ModelRow {
 	}
 }
 
-/** Say what a row takes of each kind of layers. */
+/** Say what a request takes in the layers of each kind. */
 function kvCache(costs) {
 	const kinds = costs?.map(({ kind, bytes_per_token, window, bytes: all }) => {
-		if (kind === "state") return `${bytes(all)} a row`;
-		const each = `${bytes(bytes_per_token)} a token`;
+		if (kind === "state") return `${bytes(all)} per request`;
+		const each = `${bytes(bytes_per_token)} per token`;
 		if (kind === "window") return `${each} of the last ${count(window)}`;
 		if (kind === "first") return `${each} of the first ${count(window)}`;
 		return kind === "draft" ? `${each} for the draft` : each;

@@ -3,7 +3,7 @@
 import { el, section } from "./dom.js";
 import { bytes } from "./figures.js";
 
-const PARTS = { weights: "Weights", rows: "Rows", reading: "Prompts being read", kept: "Kept prompts", free: "Free" };
+const PARTS = { weights: "Weights", rows: "Running", reading: "Prefill", kept: "Prompt cache", free: "Free" };
 
 export class MemoryBar {
 	constructor() {

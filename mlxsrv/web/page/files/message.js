@@ -2,8 +2,14 @@
 
 import { AnswerView } from "./answer.js";
 import { branches } from "./conversation.js";
-import { button, composes, copy, el, field, onEnter, small } from "./dom.js";
+import { button, composes, copy, el, field, growing, onEnter, small, type } from "./dom.js";
+import { iconButton } from "./icons.js";
+import { isMoving, stateOf } from "./models.js";
 import { asCurl, asPython } from "./request.js";
+
+/** Of a longer message the beginning is shown. */
+const LONG = 1500;
+const LINES = 15;
 
 export function viewOf(chat, message) {
 	if (message.role === "user") return new QuestionView(chat, message);
@@ -13,6 +19,17 @@ export function viewOf(chat, message) {
 
 function plain(label, press, ariaLabel) {
 	return small(label, press, ariaLabel, "small plain");
+}
+
+/** Make a button that shows others, which few want. */
+function more(...others) {
+	const rest = el("span.rest", { hidden: true }, others);
+	const press = iconButton("more", "More", () => {
+		rest.hidden = !rest.hidden;
+		press.ariaExpanded = String(!rest.hidden);
+	});
+	press.ariaExpanded = "false";
+	return [press, rest];
 }
 
 class MessageView {
@@ -59,23 +76,40 @@ class QuestionView extends MessageView {
 	constructor(chat, question) {
 		const { content, parent } = question;
 		const rewrite = () => {
-			const area = el("textarea", { value: content, dir: "auto", ariaLabel: "Your message" });
+			const area = growing("textarea", { value: content, dir: "auto", ariaLabel: "Your message" });
 			const form = enterForm([area], "Send", () => {
 				if (area.value.trim() !== "") chat.ask(parent, { role: "user", content: area.value });
 			});
 			this.edit(form);
 		};
 		const copied = () => copy(content, chat.announce);
-		super(chat, question, "You", plain("Edit", rewrite), plain("Copy", copied));
-		this.body.append(el("p", { dir: "auto" }, content));
+		super(chat, question, "You", iconButton("edit", "Edit", rewrite), iconButton("copy", "Copy", copied));
+		const text = el("p", content); // each line in its own direction
+		this.body.append(text, ...(isLong(content) ? [foldOf(text)] : []));
 	}
+}
+
+function isLong(text) {
+	return text.length > LONG || text.split("\n", LINES + 1).length > LINES;
+}
+
+/** Fold an element. @returns a button that unfolds it and folds it again */
+function foldOf(element) {
+	const fold = folded => {
+		element.classList.toggle("folded", folded);
+		press.textContent = folded ? "Show all" : "Show less";
+		press.ariaExpanded = String(!folded);
+	};
+	const press = small("", () => fold(!element.classList.contains("folded")));
+	fold(true);
+	return press;
 }
 
 class ResultsView extends MessageView {
 	constructor(chat, message) {
 		const { results, parent } = message;
 		const retype = () => this.edit(resultsForm(chat, parent, results));
-		super(chat, message, "Results of tools", plain("Edit", retype));
+		super(chat, message, "Results of tools", iconButton("edit", "Edit", retype));
 		for (const { name, content } of results)
 			this.body.append(el("small", `Result of ${name}`), el("pre", { tabIndex: 0, dir: "auto" }, content));
 	}
@@ -88,10 +122,12 @@ class ReplyView extends MessageView {
 			chat,
 			reply,
 			"Answer",
-			plain("Copy", () => give(reply.answer.content)),
-			plain("Regenerate", () => chat.regenerate(reply, null)),
-			plain("Copy as curl", () => give(asCurl(chat.request(reply)))),
-			plain("Copy as Python", () => give(asPython(chat.request(reply)))),
+			iconButton("copy", "Copy", () => give(reply.answer.content)),
+			iconButton("again", "Regenerate", () => chat.regenerate(reply, null)),
+			...more(
+				plain("Copy as curl", () => give(asCurl(chat.request(reply)))),
+				plain("Copy as Python", () => give(asPython(chat.request(reply)))),
+			),
 		);
 		this.answer = new AnswerView(chat, begun => chat.regenerate(reply, begun));
 		this.waiting = el("p.waiting.quiet");
@@ -111,10 +147,39 @@ class ReplyView extends MessageView {
 		const running = answer.finish === null;
 		this.answer.update(answer, this.chat.conversation.settings.logprobs);
 		this.waiting.hidden = !running || answer.firstToken !== null;
+		if (!this.waiting.hidden) this.waiting.textContent = this.waitsFor();
 		this.retry.hidden = answer.error === "";
 		this.element.classList.toggle("running", running);
 		this.element.ariaBusy = String(running);
 		this.drawForm();
+	}
+
+	waitsFor() {
+		const { answer, model } = this.message;
+		if (answer.elapsed < 1000) return "";
+		const found = this.chat.models.all.find(({ id }) => id === model);
+		if (found && isMoving(found)) return `The model is ${stateOf(found)}.`;
+		return `Waiting for the first token, ${Math.floor(answer.elapsed / 1000)} s`;
+	}
+
+	/** The call that waits for a result, or undefined. */
+	get call() {
+		if (!this.form || this.form.hidden) return undefined;
+		const areas = [...this.form.querySelectorAll("textarea")];
+		const empty = Math.max(
+			0,
+			areas.findIndex(({ value }) => value === ""),
+		);
+		return {
+			name: this.message.answer.calls[empty].function.name,
+			focus: () => areas[empty].focus(),
+			/** Take a text as its result, and send the results if none is missing. */
+			fill: text => {
+				type(areas[empty], text);
+				if (areas.every(({ value }) => value !== "")) this.form.requestSubmit();
+				else this.call?.focus();
+			},
+		};
 	}
 
 	/** Ask for what the tools return, as long as nothing follows. */
@@ -132,7 +197,7 @@ class ReplyView extends MessageView {
 
 /** A form with a field for each result of a tool. */
 function resultsForm(chat, parent, results) {
-	const areas = results.map(({ content }) => el("textarea.mono", { value: content, rows: 2, spellcheck: false }));
+	const areas = results.map(({ content }) => growing("textarea.mono", { value: content, rows: 2, spellcheck: false }));
 	const fields = results.map(({ name }, i) => field(`Result of ${name}`, areas[i]));
 	return enterForm(fields, "Send the results", () => {
 		const typed = results.map((each, i) => ({ ...each, content: areas[i].value }));

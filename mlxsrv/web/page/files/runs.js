@@ -1,10 +1,9 @@
 /** The answers that are generated: at most one of each conversation. */
 
 import { generate } from "./generate.js";
-import { stateOf } from "./models.js";
 
 const SAVES = 2000; // milliseconds between two saves of an answer
-const PATIENCE = 700; // milliseconds before the page says what an answer waits for
+const PATIENCE = 700; // milliseconds before the page asks what an answer waits for
 
 export class Runs {
 	constructor(chat) {
@@ -35,7 +34,7 @@ export class Runs {
 		const controller = new AbortController();
 		const ended = this.generate(id, reply, body, controller.signal);
 		this.byConversation.set(id, { reply, controller, ended });
-		this.tellWait(reply);
+		this.lookWhileWaiting(reply);
 		return ended;
 	}
 
@@ -57,9 +56,9 @@ export class Runs {
 		this.chat.store.saveMessage(id, { ...reply, answer: { ...reply.answer, tokens: [] } });
 	}
 
-	/** Say what an answer waits for. The server is asked only while somebody sees it. */
-	async tellWait(reply) {
-		const { answer, model } = reply;
+	/** Know what an answer waits for: its model may be on its way. The server is asked only while somebody sees it. */
+	async lookWhileWaiting(reply) {
+		const { answer } = reply;
 		let pause = PATIENCE;
 		while (true) {
 			await new Promise(resolve => setTimeout(resolve, pause));
@@ -67,11 +66,8 @@ export class Runs {
 			pause = 3 * PATIENCE;
 			const waiting = this.chat.view(reply)?.waiting;
 			if (document.hidden || !waiting?.checkVisibility({ visibilityProperty: true })) continue;
-			const list = await this.chat.api.get("v1/models").catch(error => error);
-			const found = list.data?.find(({ id }) => id === model);
-			waiting.textContent =
-				found?.loaded === false ? `The model is ${stateOf(found)}.` : "Waiting for the first token.";
-			pause = Math.max(pause, list.pause ?? 0);
+			const error = await this.chat.models.look().catch(thrown => thrown);
+			pause = Math.max(pause, error?.pause ?? 0);
 		}
 	}
 }

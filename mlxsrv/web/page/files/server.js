@@ -94,11 +94,11 @@ export class View {
 class Figures {
 	constructor() {
 		this.plots = {
-			rows: new Plot("Rows", String, 1),
-			waiting: new Plot("Waiting", String, 1),
+			rows: new Plot("Running", String, 1),
+			waiting: new Plot("Queued", String, 1),
 			speed: new Plot("Tokens per second", count, 1),
 			ttft: new Plot("Time to first token", seconds, 0),
-			hits: new Plot("Prompt tokens from the cache", percent, 1),
+			hits: new Plot("Prompt cache hits", percent, 1),
 		};
 		this.totals = el("p.quiet");
 		const plots = Object.values(this.plots).map(plot => plot.element);

@@ -1,20 +1,22 @@
-/** What a tab remembers until it is closed, for each server by itself; nothing where site data is blocked. */
+/** What the browser remembers for each server by itself: nothing where site data is blocked. */
 
 import { BASE } from "./api.js";
 
 const nameOf = what => `mlxsrv ${BASE.pathname} ${what}`;
+const storage = lasting => (lasting ? localStorage : sessionStorage);
 
-/** @returns {string} "" if there is nothing */
-export function recall(what) {
+/** @param {boolean} [lasting] else for this tab, until it is closed @returns {string} "" if there is nothing */
+export function recall(what, lasting) {
 	try {
-		return sessionStorage.getItem(nameOf(what)) ?? "";
+		return storage(lasting).getItem(nameOf(what)) ?? "";
 	} catch {
 		return "";
 	}
 }
 
-export function remember(what, text) {
+export function remember(what, text, lasting = false) {
 	try {
-		sessionStorage.setItem(nameOf(what), text);
+		if (text) storage(lasting).setItem(nameOf(what), text);
+		else storage(lasting).removeItem(nameOf(what));
 	} catch {}
 }

@@ -1,6 +1,7 @@
 /** The settings of a conversation. */
 
-import { button, el, errorLine, field, small } from "./dom.js";
+import { button, el, errorLine, field, growing, small } from "./dom.js";
+import { recall, remember } from "./session.js";
 
 /** Make settings that leave all to the model and the server. @returns {Record<string, any>} */
 export function defaults() {
@@ -23,9 +24,18 @@ export function defaults() {
 	};
 }
 
+/** Make the settings that a new chat begins with: those that the user has saved. */
+export function savedSettings() {
+	try {
+		return { ...defaults(), ...JSON.parse(recall("settings", true)) };
+	} catch {
+		return defaults();
+	}
+}
+
 /** Settings that are numbers: the label of each, and its limits. @type {Record<string, [string, object]>} */
 export const NUMBERS = {
-	temperature: ["Temperature", { step: 0.1 }],
+	temperature: ["Temperature", { max: 2, step: 0.1 }],
 	max_tokens: ["Max tokens", { min: 1 }],
 	top_p: ["Top p", { max: 1, step: 0.05 }],
 	top_k: ["Top k", {}],
@@ -82,6 +92,22 @@ function asTool(tool) {
 	return tool?.function ? tool : { type: "function", function: tool };
 }
 
+/** Say in words which settings are on, by name: all that differ from what the model does by itself. */
+export function inForce(settings) {
+	const { system, think, profile, schema, tools, others, steering } = settings;
+	const numbers = Object.entries(NUMBERS).filter(([name]) => settings[name] !== null);
+	return {
+		...(system.trim() && { system: "System prompt" }),
+		...Object.fromEntries(numbers.map(([name, [label]]) => [name, `${label} ${settings[name]}`])),
+		...(think && { think: `Thinking: ${THINKING[think].toLowerCase()}` }),
+		...(profile && { profile: `Profile ${profile}` }),
+		...(steering && { steering: "Steering" }),
+		...(schema.trim() && { schema: "JSON schema" }),
+		...(tools.trim() && { tools: "Tools" }),
+		...(others.trim() && { others: "Other fields" }),
+	};
+}
+
 /** Make the control of a setting that is a number. */
 export function numberInput(name, props = {}) {
 	return el("input", { type: "number", placeholder: "default", min: 0, ...NUMBERS[name][1], ...props });
@@ -93,6 +119,14 @@ export function valueOf({ type, value }) {
 	return value === "" ? null : Number(value);
 }
 
+/** Say what is wrong with a number that was typed in, or nothing. */
+function wrongNumber({ validity, min, max, step }, label) {
+	const { badInput, rangeUnderflow, rangeOverflow, stepMismatch } = validity;
+	const broken = stepMismatch && step === ""; // others have steps for their arrows only
+	if (!badInput && !rangeUnderflow && !rangeOverflow && !broken) return "";
+	return `${label}: a ${step ? "" : "whole "}number ${max ? `from ${min} to ${max}` : `of at least ${min}`}`;
+}
+
 export class SettingsForm {
 	constructor(chat) {
 		this.chat = chat;
@@ -101,23 +135,30 @@ export class SettingsForm {
 		const remove = () => this.change({ steering: null });
 		this.steering = el("p.steered", this.steered, small("Remove", remove, "Remove the steering"));
 		this.error = errorLine();
+		this.saved = el("p.saved");
 		const numbers = Object.entries(NUMBERS).map(([name, [label]]) => this.add(name, label, numberInput(name)));
 		const thinking = Object.entries(THINKING).map(([value, label]) => el("option", { value }, label));
 		const texts = Object.entries(TEXTS).map(([name, [label, hint]]) =>
-			this.add(name, label, el("textarea.mono", { rows: 3, spellcheck: false }), hint),
+			this.add(name, label, growing("textarea.mono", { rows: 3, spellcheck: false }), hint),
 		);
 		this.element = el(
 			"aside",
 			{ ariaLabel: "Settings" },
 			el("h2", "Settings"),
-			this.add("system", "System prompt", el("textarea", { rows: 4 })),
+			this.add("system", "System prompt", growing("textarea", { rows: 4 })),
 			el("div.numbers", ...numbers),
 			this.add("think", "Thinking", el("select", ...thinking)),
 			this.add("profile", "Steering profile", el("input")),
 			this.steering,
 			...texts,
-			button("Back to defaults", () => this.change(defaults())),
+			el(
+				"div.actions",
+				button("Save as defaults", () => this.save(this.chat.conversation.settings)),
+				button("Clear", () => this.change(defaults())),
+			),
+			this.saved,
 		);
+		this.drawSaved();
 		this.draw();
 	}
 
@@ -128,6 +169,27 @@ export class SettingsForm {
 		});
 		this.controls.set(name, control);
 		return field(label, control, hint);
+	}
+
+	/** Show the control of a setting. */
+	open(name) {
+		this.chat.options.show(true);
+		(this.controls.get(name) ?? this.steering.querySelector("button")).focus();
+	}
+
+	/** Have new chats begin with these settings. */
+	save(settings) {
+		const all = Object.keys(inForce(settings)).length > 0 || settings.logprobs;
+		remember("settings", all ? JSON.stringify(settings) : "", true);
+		this.drawSaved();
+		this.chat.announce(all ? "New chats begin with these settings" : "New chats begin without settings");
+	}
+
+	drawSaved() {
+		const saved = Object.values(inForce(savedSettings()));
+		const forget = small("Forget", () => this.save(defaults()), "Forget the saved settings");
+		this.saved.replaceChildren(el("small", `New chats begin with: ${saved.join(", ") || "the model's own"}. `));
+		if (saved.length) this.saved.append(forget);
 	}
 
 	change(settings) {
@@ -146,17 +208,25 @@ export class SettingsForm {
 
 	/** Say what is wrong. Returns the control of it, if there is one. */
 	check() {
-		let wrong;
-		try {
-			parsed(this.chat.conversation.settings);
-		} catch (error) {
-			wrong = error;
-		}
+		const wrong = this.wrong();
 		this.error.textContent = wrong?.message;
 		this.error.hidden = !wrong;
 		for (const [name, control] of this.controls) control.ariaInvalid = String(name === wrong?.setting);
 		const control = this.controls.get(wrong?.setting);
 		control?.after(this.error);
 		return control;
+	}
+
+	/** @returns {{ setting: string, message: string } | undefined} */
+	wrong() {
+		for (const [setting, [label]] of Object.entries(NUMBERS)) {
+			const message = wrongNumber(this.controls.get(setting), label);
+			if (message) return { setting, message };
+		}
+		try {
+			parsed(this.chat.conversation.settings);
+		} catch (error) {
+			return error;
+		}
 	}
 }

@@ -28,6 +28,15 @@ export class Store {
 		return [...heads.values()].sort((one, other) => other.changed - one.changed);
 	}
 
+	/** The heads of conversations that have a text, in their names or their messages. */
+	async search(text) {
+		const has = each => (each ?? "").toLowerCase().includes(text.toLowerCase());
+		const messages = (await this.read("messages", kept => kept.getAll())) ?? [];
+		const found = messages.filter(({ content, answer }) => has(content) || has(answer?.content));
+		const ids = new Set(found.map(({ conversation }) => conversation));
+		return (await this.heads()).filter(({ id, title }) => has(title) || ids.has(id));
+	}
+
 	async load(id) {
 		if (this.broken && this.saved.has(id)) return this.saved.get(id);
 		const [head, kept] = await Promise.all([

@@ -1,0 +1,85 @@
+"""Settings: they stay with their chat, are seen above the message box, and are checked at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from playwright.sync_api import expect
+
+from tests.page.chatting import QUESTION, answers, ask, box, setting
+
+SCHEMA = '{"type": "object"}'
+
+
+def chips(page: Any) -> Any:
+    return page.get_by_role("list", name="Settings in force").get_by_role("listitem")
+
+
+def test_a_new_chat_begins_without_the_settings_of_another(page: Any, url: str) -> None:
+    page.goto(url)
+    setting(page, "JSON schema").fill(SCHEMA)
+    setting(page, "System prompt").fill("Be brief.")
+    setting(page, "Max tokens").fill("3")
+    ask(page, QUESTION)
+    expect(answers(page)).to_contain_text("limit of tokens")
+    page.get_by_role("button", name="New chat").click()
+    expect(chips(page)).to_have_count(0)
+    page.reload()
+    expect(page.get_by_role("heading", name="New chat")).to_be_visible()
+    with page.expect_request("**/v1/chat/completions") as sent:
+        ask(page, QUESTION)
+    body = sent.value.post_data_json
+    assert [each["role"] for each in body["messages"]] == ["user"]
+    assert not {"max_tokens", "response_format"} & body.keys()
+
+
+def test_chips_say_what_is_in_force_and_take_it_back(page: Any, url: str) -> None:
+    page.goto(url)
+    setting(page, "System prompt").fill("Be brief.")
+    setting(page, "Temperature").fill("0.5")
+    setting(page, "JSON schema").fill(SCHEMA)
+    expect(chips(page).locator("button:first-child")).to_have_text(
+        ["System prompt", "Temperature 0.5", "JSON schema"]
+    )
+    page.get_by_role("button", name="Remove: JSON schema").click()
+    expect(setting(page, "JSON schema")).to_have_value("")
+    expect(box(page)).to_be_focused()
+    page.get_by_role("button", name="Settings", exact=True).click()
+    page.get_by_role("button", name="Temperature 0.5", exact=True).click()
+    expect(setting(page, "Temperature")).to_be_focused()
+    expect(chips(page)).to_have_count(2)
+
+
+def test_settings_are_saved_for_new_chats_and_forgotten(page: Any, url: str) -> None:
+    page.goto(url)
+    setting(page, "Temperature").fill("0.5")
+    page.get_by_role("button", name="Save as defaults").click()
+    setting(page, "System prompt").fill("Be brief.")
+    page.reload()
+    expect(chips(page)).to_have_text("Temperature 0.5×")
+    setting(page, "Temperature")
+    expect(page.get_by_text("New chats begin with: Temperature 0.5")).to_be_visible()
+    page.get_by_role("button", name="Forget the saved settings").click()
+    page.get_by_role("button", name="New chat").click()
+    expect(chips(page)).to_have_count(0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("Temperature", "3", "Temperature: a number from 0 to 2"),
+        ("Top k", "1.5", "Top k: a whole number of at least 0"),
+    ],
+)
+def test_a_number_out_of_range_is_told_at_its_field(
+    page: Any, url: str, name: str, value: str, said: str
+) -> None:
+    page.goto(url)
+    setting(page, name).fill(value)
+    field = page.locator(".field").filter(has=page.get_by_label(name))
+    expect(field.get_by_role("alert")).to_have_text(said)
+    ask(page, "Hello")
+    expect(setting(page, name)).to_be_focused()
+    expect(box(page)).to_have_value("Hello")
+    expect(answers(page)).to_have_count(0)
