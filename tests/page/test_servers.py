@@ -135,11 +135,11 @@ def test_while_an_answer_waits_the_server_is_asked_only_if_somebody_sees_it(
     page.route("**/v1/chat/completions", lambda route: None)  # it waits for ever
 
     def looks(seconds: int) -> int:
-        before = asked.count(f"{url}/v1/models")
+        before = asked.count(f"{url}/health?verbose=1")
         for _ in range(seconds):
             page.clock.run_for(1000)
             page.evaluate("fetch('/health/live').then(() => null)")
-        return asked.count(f"{url}/v1/models") - before
+        return asked.count(f"{url}/health?verbose=1") - before
 
     ask(page, "Hello")
     expect(answers(page)).to_be_visible()
@@ -153,7 +153,7 @@ def test_while_an_answer_waits_the_server_is_asked_only_if_somebody_sees_it(
     hide(page, False)
     assert looks(7) > 0
     refusal = {"status": 429, "headers": {"Retry-After": "60"}, "json": {"error": {"message": "x"}}}
-    page.route("**/v1/models", lambda route: route.fulfill(**refusal))
+    page.route("**/health?verbose=1", lambda route: route.fulfill(**refusal))
     assert looks(20) == 1
     press(page, "Stop")
 

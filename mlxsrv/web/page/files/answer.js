@@ -86,7 +86,7 @@ class CallView {
 	constructor(announce) {
 		this.name = el("code");
 		const title = el("span", "Calls ", this.name);
-		this.arguments = new CodeView(title, "Copy the arguments", announce);
+		this.arguments = new CodeView(title, "Copy the arguments", announce, "json");
 		this.element = el("div.call", { role: "group", ariaLabel: "Tool call" }, this.arguments.element);
 	}
 

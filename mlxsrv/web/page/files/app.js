@@ -125,7 +125,7 @@ find(".skip").onclick = event => {
 };
 models.addEventListener("change", follow);
 addEventListener("hashchange", () => open(location.hash.slice(1)));
+await open(location.hash.slice(1));
 connect();
-open(location.hash.slice(1));
 // All are here before somebody wants them: the server may be gone by then.
 for (const { load } of Object.values(VIEWS)) load().catch(() => {});

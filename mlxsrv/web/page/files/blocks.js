@@ -6,12 +6,12 @@
 /**
  * @typedef {object} Block
  * @property {string} kind
- * @property {string} detail a heading's level, a list's first number, what stands in the box of
+ * @property {string} detail a heading's level, "whole" for a formula that has ended, a list's first number, what stands in the box of
  *   an item's task, a code's language, a cell's alignment; else ""
  * @property {number} begin where its first line begins in the text
  * @property {Block[]} children of a block that contains others
  * @property {string[]} lines of one that does not
- * @property {string} mark how a list's marks end; the fence of a code
+ * @property {string} mark how a list's marks end; the fence of a code; what ends a formula
  * @property {number} indent the columns before what an item contains, or before a fence
  * @property {string[]} alignments of a table's columns
  */
@@ -27,6 +27,7 @@ const QUOTE = /^\s*> ?/;
 const ITEM = /^([-+*]|\d{1,9}[.)])(?:\s+|$)(?:\[([ xX])\]\s)?/;
 const HEADING = /^(#{1,6})(?:\s+|$)/;
 const FENCE = /^(`{3,}(?=[^`]*$)|~{3,})\s*(\S*)/;
+const FORMULA = /^(?:\$\$|\\\[)/;
 const RULE = /^([-*_])\s*(?:\1\s*){2,}$/;
 
 export function readBlocks(text) {
@@ -67,6 +68,7 @@ class Reader {
 		}
 		if (depth === this.open.length) {
 			if (this.innermost.kind === "code") return this.readCode(rest);
+			if (this.innermost.kind === "formula") return this.readFormula(rest);
 			if (this.innermost.kind === "paragraph" && beginTable(this.innermost, rest)) return;
 		}
 		while (depth < DEEPEST) {
@@ -83,6 +85,24 @@ class Reader {
 		const end = rest.trim();
 		if (end.startsWith(mark) && end === mark[0].repeat(end.length)) this.open.pop();
 		else lines.push(without(rest, indent));
+	}
+
+	/** A formula ends with its mark, or with an empty line, as in TeX: then it is none. */
+	readFormula(rest) {
+		const { mark, lines } = this.innermost;
+		const end = rest.indexOf(mark);
+		if (rest.trim() === "") {
+			this.innermost.kind = "paragraph";
+			this.innermost.lines[0] = { $$: "$$", "\\]": "\\[" }[mark] + lines[0];
+			this.open.pop();
+			return;
+		}
+		lines.push(end < 0 ? rest : rest.slice(0, end));
+		if (end < 0) return;
+		this.innermost.detail = "whole";
+		this.open.pop();
+		const left = rest.slice(end + mark.length).trim();
+		if (left) this.add(this.open.length, "paragraph", { lines: [left] });
 	}
 
 	/**
@@ -121,6 +141,9 @@ class Reader {
 		if (mark) return this.add(depth, "code", { detail: language, mark, indent: indentation(rest) });
 		const [heading, level] = HEADING.exec(line) ?? [];
 		if (heading) return this.add(depth, "heading", { detail: `${level.length}`, lines: [line.slice(heading.length)] });
+		const [formula] = FORMULA.exec(line) ?? [];
+		const ends = formula === "$$" ? "$$" : "\\]";
+		if (formula && !line.includes(ends, 2)) return this.add(depth, "formula", { mark: ends, lines: [line.slice(2)] });
 		return RULE.test(line) && this.add(depth, "rule");
 	}
 
@@ -160,6 +183,7 @@ function within({ kind, children, indent }, rest) {
 			if (blank) return children.length ? "" : null;
 			return indentation(rest) >= indent ? without(rest, indent) : null;
 		case "code":
+		case "formula":
 		case "list":
 			return rest;
 		case "heading":

@@ -1,9 +1,10 @@
 /**
- * Show what stands within a paragraph: emphasis, code, links. HTML and formulas remain text.
+ * Show what stands within a paragraph: emphasis, code, links, formulas. HTML remains text.
  * The time is in proportion to the length, whatever the text is.
  */
 
 import { el } from "./dom.js";
+import { mathOf } from "./math.js";
 import { visible } from "./text.js";
 
 /** So many marks may wait for their end; older ones are text. This bounds depth and time. */
@@ -19,14 +20,14 @@ const ESCAPED = /\\[!-/:-@[-`{-~]/;
 /** An address in a text, which ends before what rather ends the sentence. */
 const BARE = /https?:\/\/(?:\([^\s()<>]*\)|[^\s()<>"`*[\]\\])+(?<![?!.,:;'_~])/;
 
-const asItIs = (reader, formula) => reader.say(formula);
+const formula = (display, marks) => (reader, found) => reader.readFormula(found, display, marks);
 
 /** What is no plain text, and how it is read. Of two at the same place the first counts. @type {[RegExp, Function][]} */
 const RULES = [
-	[/\\\((?:[^\\]|\\[^()])*\\\)/, asItIs],
-	[/\\\[(?:[^\\]|\\[^[\]])*\\\]/, asItIs],
-	[/\$\$[^$]+\$\$/, asItIs],
-	[/\$(?=\S)[^$]*(?<=\S)\$(?!\d)/, asItIs], // "$5 and $6" is none
+	[/\\\((?:[^\\]|\\[^()])*\\\)/, formula(false, 2)],
+	[/\\\[(?:[^\\]|\\[^[\]])*\\\]/, formula(true, 2)],
+	[/\$\$[^$]+\$\$/, formula(true, 2)],
+	[/(?<![\w$])\$(?=[^\s$])[^$]*(?<=\S)\$(?!\w)/, formula(false, 1)], // "$5 and $6" is none, nor "$A/$B"
 	[/\\\n|(?<! ) {2,}\n/, reader => reader.add(el("br"))],
 	[ESCAPED, (reader, escaped) => reader.say(escaped[1])],
 	[/(?<!`)`{1,8}(?!`)/, (reader, ticks) => reader.readCode(ticks)],
@@ -73,6 +74,13 @@ class Reader {
 
 	add(node) {
 		this.element.append(node);
+	}
+
+	/** Show a formula between marks of a length; one that is not understood as it is. */
+	readFormula(found, display, marks) {
+		const made = mathOf(found.slice(marks, -marks), display);
+		if (made) this.add(made);
+		else this.say(found);
 	}
 
 	readCode(ticks) {

@@ -3,6 +3,7 @@
 import { readBlocks } from "./blocks.js";
 import { el } from "./dom.js";
 import { addInline } from "./inline.js";
+import { mathOf } from "./math.js";
 import { CodeView, visible } from "./text.js";
 
 export class MarkdownView {
@@ -59,7 +60,7 @@ class BlockView {
 		this.kind = kind;
 		this.detail = detail;
 		this.text = "";
-		this.code = kind === "code" ? new CodeView(visible(detail), "Copy the code", announce) : null;
+		this.code = kind === "code" ? new CodeView(visible(detail), "Copy the code", announce, detail) : null;
 		this.element = this.code?.element ?? FRAMES[kind](detail);
 		this.inner = this.element.querySelector("table") ?? this.element;
 		this.blocks = new Blocks(this.inner, announce);
@@ -76,8 +77,15 @@ class BlockView {
 		if (text === this.text) return;
 		this.text = text;
 		if (this.code) return this.code.update(text);
+		if (this.kind === "formula") return this.showFormula(text);
 		this.inner.replaceChildren();
 		addInline(this.inner, text);
+	}
+
+	/** Show a formula that has ended, if it is understood; else its text. */
+	showFormula(text) {
+		const math = this.detail ? mathOf(text, true) : null;
+		this.inner.replaceChildren(math ?? el("code", visible(text.trim())));
 	}
 }
 
@@ -86,6 +94,7 @@ const FRAMES = {
 	paragraph: () => el("p"),
 	quote: () => el("blockquote"),
 	rule: () => el("hr"),
+	formula: () => el("div.formula", { tabIndex: 0 }),
 	heading: level => el(`h${Math.min(6, Number(level) + 2)}`), // the page's own headings are above
 	list: start => (start ? el("ol", { start: Number(start) }) : el("ul")),
 	item: task => (task ? el("li.task", taskBox(task !== " ")) : el("li")),

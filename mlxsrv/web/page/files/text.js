@@ -1,6 +1,7 @@
 /** Text of a model, in which nothing is hidden. */
 
 import { copy, el, small } from "./dom.js";
+import { Highlighter } from "./highlight.js";
 
 /** Control characters, and those that change the order of others or that nobody sees. */
 const HIDDEN =
@@ -27,9 +28,10 @@ function mark(character) {
 
 /** A framed text as it is, with a button that copies it. */
 export class CodeView {
-	constructor(title, label, announce) {
+	constructor(title, label, announce, language = "") {
 		this.text = "";
 		this.code = el("code");
+		this.colours = new Highlighter(this.code, language);
 		const copied = () => copy(this.text, announce);
 		const press = small("Copy", copied, label);
 		const bar = el("div.bar.quiet", el("span", title), press);
@@ -38,9 +40,7 @@ export class CodeView {
 
 	/** Show a text; if it begins as the last one, only the rest is added. */
 	update(text) {
-		const grows = text.startsWith(this.text);
-		if (!grows) this.code.replaceChildren();
-		this.code.append(visible(grows ? text.slice(this.text.length) : text));
+		this.colours.show(text, text.startsWith(this.text));
 		this.text = text;
 	}
 }

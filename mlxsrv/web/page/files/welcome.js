@@ -27,6 +27,7 @@ export class Welcome {
 		this.chat = chat;
 		this.shown = "";
 		this.name = el("h2", { dir: "auto" });
+		this.about = el("p", "The built-in demo model. It answers questions about this server.");
 		this.facts = el("p.quiet");
 		this.questions = el("div.questions", { role: "group", ariaLabel: "Questions to begin with" });
 		const doors = el(
@@ -41,7 +42,7 @@ export class Welcome {
 				chat.openView("steer"),
 			),
 		);
-		this.element = el("div.welcome", this.name, this.facts, this.questions, doors);
+		this.element = el("div.welcome", this.name, this.about, this.facts, this.questions, doors);
 		chat.models.addEventListener("change", () => this.draw());
 		this.draw();
 	}
@@ -53,6 +54,7 @@ export class Welcome {
 		this.shown = shown;
 		this.name.textContent = model?.id ?? "mlxsrv";
 		this.facts.textContent = factsOf(model ?? {});
+		this.about.hidden = model?.id !== "demo";
 		const questions = model?.id === "demo" ? QUESTIONS : ANY;
 		const ask = question => button(question, () => this.chat.sendMessage(question));
 		this.questions.replaceChildren(...questions.map(ask));
@@ -60,9 +62,8 @@ export class Welcome {
 	}
 }
 
-function factsOf({ id, details, size, context_length: context }) {
+function factsOf({ details, size, context_length: context }) {
 	const facts = [
-		id === "demo" && "The built-in demo model: it answers questions about this server",
 		details?.parameter_size && `${details.parameter_size} parameters`,
 		size && bytes(size),
 		context && `${count(context)} tokens of context`,
