@@ -98,8 +98,8 @@ LOOKS = {
         "<blockquote><p>a\nb</p><blockquote><p>c</p></blockquote></blockquote><p>d</p>"
     ),
     "<b>no</b> &lt; &amp;": "<p>&lt;b&gt;no&lt;/b&gt; &amp;lt; &amp;amp;</p>",
-    "$a_1 * b_1$ \\(x_1 * y_1 * z\\) $$\n*p*$$ $5 and *6* $7": (
-        "<p>$a_1 * b_1$ \\(x_1 * y_1 * z\\) $$\n*p*$$ $5 and <em>6</em> $7</p>"
+    "$a_1 * \\no_1$ \\(x_1 * \\no * z\\) $$\n*\\no*$$ $5 and *6* $7": (
+        "<p>$a_1 * \\no_1$ \\(x_1 * \\no * z\\) $$\n*\\no*$$ $5 and <em>6</em> $7</p>"
     ),
     "a | b\n--|-- c": "<p>a | b\n--|-- c</p>",
 }

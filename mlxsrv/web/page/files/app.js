@@ -85,6 +85,11 @@ function bringToFront(element) {
 	for (const each of main.children) each.toggleAttribute("inert", each !== element);
 }
 
+/** A file that is dropped beside a place for it would be opened instead of the page. */
+function holdFiles(event) {
+	if (event.dataTransfer.types.includes("Files")) event.preventDefault();
+}
+
 /** Read the models, and try again while the server cannot be reached. */
 async function connect(read = () => models.refresh()) {
 	clearTimeout(retry);
@@ -123,6 +128,7 @@ find(".skip").onclick = event => {
 	event.preventDefault(); // what stands behind # names a view
 	main.focus();
 };
+for (const name of ["dragover", "drop"]) addEventListener(name, holdFiles);
 models.addEventListener("change", follow);
 addEventListener("hashchange", () => open(location.hash.slice(1)));
 await open(location.hash.slice(1));

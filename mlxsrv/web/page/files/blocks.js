@@ -87,22 +87,22 @@ class Reader {
 		else lines.push(without(rest, indent));
 	}
 
-	/** A formula ends with its mark, or with an empty line, as in TeX: then it is none. */
+	/** A formula ends with a line that its mark ends, or with an empty line, as in TeX: then it is none. */
 	readFormula(rest) {
 		const { mark, lines } = this.innermost;
-		const end = rest.indexOf(mark);
-		if (rest.trim() === "") {
+		const line = rest.trimEnd();
+		if (line === "") {
+			lines[0] = (mark === "$$" ? "$$" : "\\[") + lines[0];
 			this.innermost.kind = "paragraph";
-			this.innermost.lines[0] = { $$: "$$", "\\]": "\\[" }[mark] + lines[0];
 			this.open.pop();
 			return;
 		}
-		lines.push(end < 0 ? rest : rest.slice(0, end));
-		if (end < 0) return;
+		const [point] = /[.,;:]?$/.exec(line) ?? [""];
+		const last = line.slice(0, line.length - point.length);
+		if (!last.endsWith(mark)) return lines.push(rest);
+		lines.push(last.slice(0, -mark.length) + point);
 		this.innermost.detail = "whole";
 		this.open.pop();
-		const left = rest.slice(end + mark.length).trim();
-		if (left) this.add(this.open.length, "paragraph", { lines: [left] });
 	}
 
 	/**

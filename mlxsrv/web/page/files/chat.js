@@ -1,6 +1,7 @@
 /** The view "Chat": a conversation, the list of all of them, and the settings. */
 
 import { add, asRequest, branches, choose, newConversation, newId, path, upTo } from "./conversation.js";
+import { Attachments } from "./attachments.js";
 import { Chips } from "./chips.js";
 import { button, composes, download, el, errorLine, growing, onEnter, small, type } from "./dom.js";
 import { count } from "./figures.js";
@@ -54,10 +55,11 @@ export class View {
 			type: "checkbox",
 			onchange: () => this.changeSettings({ logprobs: this.looks.checked }),
 		});
+		const attach = el("span");
 		this.meter = el("small.meter");
 		this.sendButton = el("button.icon-button.main", { ariaLabel: "Send", title: "Send: Enter" }, icon("send"));
 		this.stopButton = iconButton("stop", "Stop", () => this.stop(), "icon-button main");
-		const tools = el("div.line", this.meter, this.sendButton, this.stopButton);
+		const tools = el("div.line", attach, this.meter, this.sendButton, this.stopButton);
 		const form = onEnter(el("form.composer", this.box, tools), () => this.send());
 		const foot = el("div.foot", this.asked, this.chips.element, form);
 		const bar = el(
@@ -74,6 +76,9 @@ export class View {
 			el("div.middle", bar, this.log, this.trouble, foot, this.heard),
 			this.options.content,
 		);
+		this.attachments = new Attachments(this);
+		attach.replaceWith(this.attachments.button);
+		form.prepend(this.attachments.element);
 		document.addEventListener("keydown", event => this.element.inert || this.press(event));
 		this.models.addEventListener("change", () => this.draw());
 		this.draw();
@@ -173,6 +178,7 @@ export class View {
 		this.drawList();
 		if (!isWide()) this.side.show(false);
 		type(this.box, recall(this.draft.name, this.draft.lasting));
+		this.attachments.draw();
 		this.box.focus();
 	}
 
@@ -270,9 +276,10 @@ export class View {
 
 	send() {
 		const content = this.box.value;
-		if (content.trim() === "" || this.runs.of(this.conversation.id)) return;
+		const { files } = this.attachments;
+		if ((content.trim() === "" && files.length === 0) || this.runs.of(this.conversation.id)) return;
 		const last = path(this.conversation).at(-1);
-		const call = last && this.view(last).call;
+		const call = last && files.length === 0 && this.view(last).call;
 		if (call) this.askWhatItIs(call, content);
 		else this.sendMessage(content);
 	}
@@ -280,8 +287,10 @@ export class View {
 	sendMessage(content) {
 		if (!this.settingsFit()) return;
 		const parent = path(this.conversation).at(-1)?.id ?? "";
+		const { files } = this.attachments;
 		type(this.box, ""); // while it is the draft of what is shown
-		this.ask(parent, { role: "user", content });
+		this.attachments.set([]);
+		this.ask(parent, { role: "user", content, ...(files.length && { files }) });
 	}
 
 	/** Ask whether a text is what a tool returned: a message would leave the call without a result. */

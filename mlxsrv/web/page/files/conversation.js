@@ -10,7 +10,8 @@
  * @typedef {{ id: string, name: string, content: string }} Result of the call with the id
  * @typedef {Pick<Answer, "content" | "reasoning" | "tokens">} Beginning of an answer to go on with
  *
- * @typedef {Place & { role: "user", content: string }} Question
+ * @typedef {{ name: string, text: string }} Attachment
+ * @typedef {Place & { role: "user", content: string, files?: Attachment[] }} Question
  * @typedef {Place & { role: "tool", results: Result[] }} Results of all calls of an answer
  * @typedef {Place & {
  *   role: "assistant", answer: Answer, settings: object, model: string, begun: Beginning | null
@@ -42,7 +43,10 @@ export function add(conversation, message) {
 
 export function choose(conversation, message) {
 	const chosen = { ...conversation.chosen, [message.parent]: message.id };
-	const title = conversation.named || message.parent !== "" ? conversation.title : titleOf(message.content ?? "");
+	const title =
+		conversation.named || message.parent !== ""
+			? conversation.title
+			: titleOf(message.content || message.files?.[0]?.name || "");
 	return { ...conversation, chosen, title };
 }
 
@@ -74,7 +78,7 @@ export function branches(conversation, message) {
 /** Messages as a request has them. An answer of which nothing came stays: many templates want turns to alternate. */
 export function asRequest(messages) {
 	return messages.flatMap(message => {
-		if (message.role === "user") return { role: "user", content: message.content };
+		if (message.role === "user") return { role: "user", content: withFiles(message) };
 		if (message.role === "tool")
 			return message.results.map(({ id, ...result }) => ({ role: "tool", tool_call_id: id, ...result }));
 		const { content, reasoning, finish } = message.answer;
@@ -93,4 +97,19 @@ export function asRequest(messages) {
 function titleOf(content) {
 	const line = content.trim().split("\n")[0];
 	return line.length > 60 ? `${line.slice(0, 59)}…` : line;
+}
+
+/** The language of a file's text, by its name. */
+export function languageOf(name) {
+	return name.includes(".") ? name.slice(name.lastIndexOf(".") + 1) : "";
+}
+
+/** A message's text as the model reads it: its files, each between fences, and then what was written. */
+function withFiles({ content, files = [] }) {
+	const texts = files.map(({ name, text }) => {
+		const longest = Math.max(2, ...(text.match(/`{3,}/g) ?? []).map(({ length }) => length));
+		const fence = "`".repeat(longest + 1);
+		return `${name}:\n\n${fence}${languageOf(name)}\n${text.replace(/\n$/, "")}\n${fence}`;
+	});
+	return [...texts, ...(content ? [content] : [])].join("\n\n");
 }

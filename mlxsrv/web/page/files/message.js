@@ -1,6 +1,7 @@
 /** Messages of a conversation, with what can be done with each. */
 
 import { AnswerView } from "./answer.js";
+import { foldedFile } from "./attachments.js";
 import { branches } from "./conversation.js";
 import { button, composes, copy, el, field, growing, onEnter, small, type } from "./dom.js";
 import { iconButton } from "./icons.js";
@@ -74,17 +75,20 @@ class MessageView {
 
 class QuestionView extends MessageView {
 	constructor(chat, question) {
-		const { content, parent } = question;
+		const { content, parent, files = [] } = question;
 		const rewrite = () => {
 			const area = growing("textarea", { value: content, dir: "auto", ariaLabel: "Your message" });
 			const form = enterForm([area], "Send", () => {
-				if (area.value.trim() !== "") chat.ask(parent, { role: "user", content: area.value });
+				const said = { role: "user", content: area.value, files };
+				if (area.value.trim() !== "" || files.length) chat.ask(parent, said);
 			});
 			this.edit(form);
 		};
 		const copied = () => copy(content, chat.announce);
 		super(chat, question, "You", iconButton("edit", "Edit", rewrite), iconButton("copy", "Copy", copied));
 		const text = el("p", content); // each line in its own direction
+		if (content === "") text.hidden = true;
+		this.body.append(...files.map(file => foldedFile(file, chat.announce)));
 		this.body.append(text, ...(isLong(content) ? [foldOf(text)] : []));
 	}
 }

@@ -14,7 +14,7 @@ const PLACE = { id: "", parent: "", number: 0, role: "" };
 const BEGUN = { content: "", reasoning: "", tokens: [TOKEN] };
 
 const ROLES = {
-	user: { ...PLACE, content: "" },
+	user: { ...PLACE, content: "", files: [{ name: "", text: "" }] },
 	tool: { ...PLACE, results: [{ id: "", name: "", content: "" }] },
 	assistant: {
 		...PLACE,
