@@ -1,4 +1,4 @@
-"""Text files go with a message: chosen, dropped or pasted; folded on the page, whole in requests."""
+"""Text files go with a message: chosen, dropped or pasted; folded on the page, whole when sent."""
 
 from __future__ import annotations
 
