@@ -1,4 +1,4 @@
-"""What invites: an empty chat, the sheet of shortcuts, and the theme."""
+"""An empty chat invites; the sheet of shortcuts tells the truth; the theme is kept."""
 
 from __future__ import annotations
 
