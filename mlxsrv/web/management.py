@@ -97,7 +97,7 @@ def _managed(
     return declare
 
 
-@_managed("GET", "/api/saes", "listSAEs", "The SAEs that can be attached")
+@_managed("GET", "/api/saes", "listSAEs", "List the SAEs")
 async def list_saes(service: Service) -> list[steering.SAEObject]:
     return await service.saes.all()
 
@@ -106,7 +106,7 @@ async def list_saes(service: Service) -> list[steering.SAEObject]:
     "POST",
     "/api/saes",
     "registerSAE",
-    "Know another SAE",
+    "Register an SAE",
     "From a repository, which is downloaded, or below an `--sae-dir`.",
     status=202,
     fails=(409,),
@@ -121,24 +121,24 @@ async def register_sae(service: Service, asked: wire.RegisterRequest) -> steerin
     )
 
 
-@_managed("GET", "/api/saes/attachment", "getAttachment", "The SAE that a model has")
+@_managed("GET", "/api/saes/attachment", "getAttachment", "Get the SAE of a model")
 async def get_attachment(service: Service, asked: wire.ModelQuery) -> steering.AttachmentObject:
     return await service.saes.attachment(asked.model)
 
 
-@_managed("GET", "/api/saes/steering", "getSteering", "The default steering")
+@_managed("GET", "/api/saes/steering", "getSteering", "Get the default steering")
 async def get_steering(service: Service, asked: wire.ModelQuery) -> steering.SteeringObject:
     return (await service.steering.find(asked.model)).as_object
 
 
-@_managed("POST", "/api/saes/steering", "setFeature", "Steer one feature by default")
+@_managed("POST", "/api/saes/steering", "setFeature", "Set one feature of the default steering")
 async def set_feature(service: Service, asked: wire.FeatureRequest) -> steering.SteeringObject:
     attached = await service.steering.find(asked.model)
     attached.set_features({asked.feature_idx: asked.value}, asked.mode, "feature_idx")
     return attached.as_object
 
 
-@_managed("DELETE", "/api/saes/steering", "clearSteering", "Steer nothing by default")
+@_managed("DELETE", "/api/saes/steering", "clearSteering", "Clear the default steering")
 async def clear_steering(service: Service, asked: wire.ModelQuery) -> steering.SteeringObject:
     attached = await service.steering.find(asked.model)
     attached.remove_features(None)
@@ -149,8 +149,8 @@ async def clear_steering(service: Service, asked: wire.ModelQuery) -> steering.S
     "POST",
     "/api/saes/steering/batch",
     "setFeatures",
-    "Steer several features by default",
-    "All or none; others stay as they are.",
+    "Set several features of the default steering",
+    "All of them or none; other features stay as they are.",
 )
 async def set_features(service: Service, asked: wire.FeaturesRequest) -> steering.SteeringObject:
     attached = await service.steering.find(asked.model)
@@ -158,7 +158,7 @@ async def set_features(service: Service, asked: wire.FeaturesRequest) -> steerin
     return attached.as_object
 
 
-@_managed("POST", "/api/saes/steering/enable", "enableSteering", "Use the default steering")
+@_managed("POST", "/api/saes/steering/enable", "enableSteering", "Turn the default steering on")
 async def enable_steering(service: Service, asked: wire.ModelRequest) -> steering.SteeringObject:
     attached = await service.steering.find(asked.model)
     attached.enabled = True
@@ -169,7 +169,7 @@ async def enable_steering(service: Service, asked: wire.ModelRequest) -> steerin
     "POST",
     "/api/saes/steering/disable",
     "disableSteering",
-    "Keep the default steering, but do not use it",
+    "Turn the default steering off, and keep its values",
 )
 async def disable_steering(service: Service, asked: wire.ModelRequest) -> steering.SteeringObject:
     attached = await service.steering.find(asked.model)
@@ -178,7 +178,10 @@ async def disable_steering(service: Service, asked: wire.ModelRequest) -> steeri
 
 
 @_managed(
-    "DELETE", "/api/saes/steering/{idx}", "removeFeature", "Steer one feature no more by default"
+    "DELETE",
+    "/api/saes/steering/{idx}",
+    "removeFeature",
+    "Remove one feature from the default steering",
 )
 async def remove_feature(
     service: Service, asked: wire.ModelQuery, idx: str
@@ -191,7 +194,7 @@ async def remove_feature(
     return attached.as_object
 
 
-@_managed("GET", "/api/saes/{id}", "getSAE", "One SAE")
+@_managed("GET", "/api/saes/{id}", "getSAE", "Get one SAE")
 async def get_sae(service: Service, id: str) -> steering.SAEObject:
     return await service.saes.one(id)
 
@@ -200,8 +203,8 @@ async def get_sae(service: Service, id: str) -> steering.SAEObject:
     "DELETE",
     "/api/saes/{id}",
     "forgetSAE",
-    "Know an SAE no more",
-    "Its files stay. Not while it is attached.",
+    "Remove an SAE from the list",
+    "Its files stay. An attached SAE is a 409.",
     fails=(409,),
 )
 async def forget_sae(service: Service, id: str) -> None:
@@ -212,8 +215,8 @@ async def forget_sae(service: Service, id: str) -> None:
     "GET",
     "/api/saes/{id}/compatibility",
     "getCompatibility",
-    "Whether an SAE fits a model",
-    "Known from their files; nothing is loaded.",
+    "Check whether an SAE fits a model",
+    "Only files are read; nothing is loaded.",
 )
 async def get_compatibility(
     service: Service, asked: wire.CompatibilityQuery, id: str
@@ -225,8 +228,8 @@ async def get_compatibility(
     "POST",
     "/api/saes/{id}/attach",
     "attachSAE",
-    "Put an SAE on a model",
-    "Loads the model, which then stays loaded.",
+    "Attach an SAE to a model",
+    "Loads the model, and keeps it loaded.",
     fails=(409, 507),
 )
 async def attach_sae(
@@ -239,8 +242,8 @@ async def attach_sae(
     "POST",
     "/api/saes/{id}/detach",
     "detachSAE",
-    "Take an SAE off a model",
-    "Its default steering and monitoring end; requests that run go on as they are.",
+    "Detach an SAE",
+    "Its default steering and monitoring end; running requests are not affected.",
 )
 async def detach_sae(
     service: Service, asked: wire.ModelRequest, id: str
@@ -248,12 +251,12 @@ async def detach_sae(
     return await service.saes.detach(id, asked.model)
 
 
-@_managed("GET", "/api/profiles", "listProfiles", "All profiles")
+@_managed("GET", "/api/profiles", "listProfiles", "List the profiles")
 async def list_profiles(service: Service) -> list[steering.ProfileObject]:
     return await service.profiles.all()
 
 
-@_managed("POST", "/api/profiles", "createProfile", "A new profile", status=201, fails=(409,))
+@_managed("POST", "/api/profiles", "createProfile", "Create a profile", status=201, fails=(409,))
 async def create_profile(service: Service, asked: wire.ProfileRequest) -> steering.ProfileObject:
     return await service.profiles.create(asked.content)
 
@@ -262,7 +265,7 @@ async def create_profile(service: Service, asked: wire.ProfileRequest) -> steeri
     "GET",
     "/api/profiles/active",
     "getActiveProfile",
-    "The profile that is a model's default steering",
+    "Get the active profile of a model",
 )
 async def get_active_profile(
     service: Service, asked: wire.ModelQuery
@@ -274,7 +277,7 @@ async def get_active_profile(
     "POST",
     "/api/profiles/import",
     "importProfile",
-    "A new profile from a file",
+    "Import a profile",
     status=201,
     fails=(409,),
 )
@@ -282,14 +285,19 @@ async def import_profile(service: Service, asked: wire.ImportRequest) -> steerin
     return await service.profiles.create(asked.profile.content)
 
 
-@_managed("POST", "/api/profiles/deactivate", "deactivateProfiles", "End a model's active profile")
+@_managed(
+    "POST",
+    "/api/profiles/deactivate",
+    "deactivateProfiles",
+    "Deactivate the active profile of a model",
+)
 async def deactivate_profiles(
     service: Service, asked: wire.ModelRequest
 ) -> steering.SteeringObject:
     return await service.profiles.deactivate(asked.model)
 
 
-@_managed("GET", "/api/profiles/{id}", "getProfile", "One profile")
+@_managed("GET", "/api/profiles/{id}", "getProfile", "Get one profile")
 async def get_profile(service: Service, id: str) -> steering.ProfileObject:
     return await service.profiles.one(id)
 
@@ -299,7 +307,7 @@ async def get_profile(service: Service, id: str) -> steering.ProfileObject:
     "/api/profiles/{id}",
     "updateProfile",
     "Change a profile",
-    "The default steering changes with it where it is the active one.",
+    "If the profile is active, the default steering changes with it.",
     fails=(409,),
 )
 async def update_profile(
@@ -310,7 +318,7 @@ async def update_profile(
     return await service.profiles.update(id, changes)
 
 
-@_managed("DELETE", "/api/profiles/{id}", "deleteProfile", "Forget a profile")
+@_managed("DELETE", "/api/profiles/{id}", "deleteProfile", "Delete a profile")
 async def delete_profile(service: Service, id: str) -> None:
     return await service.profiles.remove(id)
 
@@ -325,9 +333,7 @@ async def activate_profile(service: Service, id: str) -> steering.SteeringObject
     return await service.profiles.activate(id)
 
 
-@_managed(
-    "POST", "/api/profiles/{id}/deactivate", "deactivateProfile", "End a profile where it is active"
-)
+@_managed("POST", "/api/profiles/{id}/deactivate", "deactivateProfile", "Deactivate a profile")
 async def deactivate_profile(service: Service, id: str) -> steering.SteeringObject:
     return await service.profiles.deactivate_one(id)
 
@@ -336,8 +342,8 @@ async def deactivate_profile(service: Service, id: str) -> steering.SteeringObje
     "GET",
     "/api/profiles/{id}/export",
     "exportProfile",
-    "A profile as a file",
-    "What `import` takes is the value of `data`.",
+    "Export a profile",
+    "`import` accepts the value of `data`.",
 )
 async def export_profile(service: Service, id: str) -> wire.ProfileExport:
     profile = await service.profiles.one(id)
@@ -345,12 +351,12 @@ async def export_profile(service: Service, id: str) -> wire.ProfileExport:
     return wire.ProfileExport(profile=content)
 
 
-@_managed("GET", "/api/monitoring", "getMonitor", "What is watched")
+@_managed("GET", "/api/monitoring", "getMonitor", "Get what is monitored")
 async def get_monitor(service: Service, asked: wire.ModelQuery) -> steering.MonitorObject:
     return (await service.steering.find(asked.model)).monitor.report
 
 
-@_managed("POST", "/api/monitoring/configure", "configureMonitor", "Watch features")
+@_managed("POST", "/api/monitoring/configure", "configureMonitor", "Choose the features to monitor")
 async def configure_monitor(service: Service, asked: wire.MonitorRequest) -> steering.MonitorObject:
     return await service.steering.configure(
         asked.model,
@@ -365,28 +371,28 @@ async def configure_monitor(service: Service, asked: wire.MonitorRequest) -> ste
     "GET",
     "/api/monitoring/history",
     "getHistory",
-    "Activations of the last tokens, the newest first",
+    "Get the activations of the last tokens, the newest first",
 )
 async def get_history(service: Service, asked: wire.HistoryQuery) -> list[steering.HistoryEntry]:
     monitor = (await service.steering.find(asked.model)).monitor
     return monitor.history(asked.limit, asked.request_id)
 
 
-@_managed("DELETE", "/api/monitoring/history", "clearHistory", "Forget the history")
+@_managed("DELETE", "/api/monitoring/history", "clearHistory", "Clear the history")
 async def clear_history(service: Service, asked: wire.ForgetQuery) -> steering.MonitorObject:
     monitor = (await service.steering.find(asked.model)).monitor
     monitor.clear_history(asked.request_id)
     return monitor.report
 
 
-@_managed("GET", "/api/monitoring/statistics", "getStatistics", "Features in numbers")
+@_managed("GET", "/api/monitoring/statistics", "getStatistics", "Get statistics of features")
 async def get_statistics(
     service: Service, asked: wire.StatisticsQuery
 ) -> list[steering.FeatureStatistics]:
     return (await service.steering.find(asked.model)).monitor.statistics(asked.chosen)
 
 
-@_managed("DELETE", "/api/monitoring/statistics", "clearStatistics", "Begin the numbers anew")
+@_managed("DELETE", "/api/monitoring/statistics", "clearStatistics", "Reset the statistics")
 async def clear_statistics(service: Service, asked: wire.StatisticsQuery) -> steering.MonitorObject:
     monitor = (await service.steering.find(asked.model)).monitor
     monitor.clear_statistics(asked.chosen)
@@ -397,7 +403,7 @@ async def clear_statistics(service: Service, asked: wire.StatisticsQuery) -> ste
     "POST",
     "/api/monitoring/statistics/top",
     "getHighest",
-    "The features that were highest",
+    "Get the features with the highest values",
     reads=True,
 )
 async def get_highest(service: Service, asked: wire.TopRequest) -> list[steering.FeatureStatistics]:

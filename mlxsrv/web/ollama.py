@@ -142,7 +142,7 @@ generate = _OllamaEndpoint(
     "POST",
     "/api/generate",
     "ollamaGenerate",
-    "Answer a prompt, or go on with a text",
+    "Answer a prompt, or complete a text",
     "Streamed as lines of JSON, unless `stream` is false.",
     body=TEXTS.requests,
     answer=OllamaTextAnswer,
@@ -157,7 +157,7 @@ generate = _OllamaEndpoint(
     "POST",
     "/api/embed",
     "ollamaEmbed",
-    "Vectors of texts",
+    "Embed texts",
     body=OLLAMA_EMBEDS,
     answer=OllamaEmbeddings,
     fails=(507,),
@@ -187,7 +187,7 @@ async def embed(request: Request) -> Response:
     "POST",
     "/api/embeddings",
     "ollamaEmbeddings",
-    "The vector of a text, as older clients ask for it",
+    "Embed one text, in the older format",
     body=OLLAMA_OLD_EMBEDS,
     answer=OllamaEmbedding,
     fails=(507,),
@@ -211,9 +211,7 @@ async def _embed(request: Request, spec: EmbeddingSpec) -> TextVectors:
 # Models.
 
 
-@_OllamaEndpoint(
-    "GET", "/api/tags", "ollamaTags", "The models that can be asked", answer=OllamaModels
-)
+@_OllamaEndpoint("GET", "/api/tags", "ollamaTags", "List the models", answer=OllamaModels)
 async def list_models(request: Request) -> Response:
     models = await service_of(request).models()
     return JSONResponse(OllamaModels([ollama_model(model) for model in models]))
@@ -223,7 +221,7 @@ async def list_models(request: Request) -> Response:
     "GET",
     "/api/version",
     "ollamaVersion",
-    "The version of Ollama whose API this is",
+    "Get the version of Ollama whose API this is",
     answer=OllamaVersion,
 )
 async def get_version(request: Request) -> Response:
@@ -231,7 +229,7 @@ async def get_version(request: Request) -> Response:
 
 
 @_OllamaEndpoint(
-    "POST", "/api/show", "ollamaShow", "One model", body=OLLAMA_SHOWS, answer=OllamaShown
+    "POST", "/api/show", "ollamaShow", "Get one model", body=OLLAMA_SHOWS, answer=OllamaShown
 )
 async def show_model(request: Request) -> Response:
     asked, headers = await read_request(request, OLLAMA_SHOWS)
@@ -239,7 +237,7 @@ async def show_model(request: Request) -> Response:
     return JSONResponse(shown_model(described, facts), headers=headers)
 
 
-@_OllamaEndpoint("GET", "/api/ps", "ollamaPs", "The models in memory", answer=OllamaRunning)
+@_OllamaEndpoint("GET", "/api/ps", "ollamaPs", "List the models in memory", answer=OllamaRunning)
 async def list_running(request: Request) -> Response:
     return JSONResponse(
         OllamaRunning([running_model(each) for each in service_of(request).running()])
@@ -366,7 +364,7 @@ push = _refusing("POST", "/api/push", "ollamaPush", "push models", OLLAMA_NAMES)
     "GET",
     "/",
     "ollamaRoot",
-    "Whether Ollama is running",
+    "Say that Ollama is running",
     "With `--ollama-root` only.",
     answer=str,
     media="text/plain",

@@ -57,7 +57,7 @@ def make_routes(
     ]
 
 
-@Endpoint("GET", "/openapi.json", "getDescription", "This document")
+@Endpoint("GET", "/openapi.json", "getDescription", "Get this document")
 async def describe_api(request: Request) -> Response:
     """Answer with the OpenAPI document of the routes that this app has."""
     served = [

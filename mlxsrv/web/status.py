@@ -27,7 +27,7 @@ from mlxsrv.wire.openai.answers import ModelList
     "GET",
     "/v1/models",
     "listModels",
-    "The models that can be asked",
+    "List the models",
     "With the header `anthropic-version`, in Anthropic's dialect.",
     answer=ModelList,
     other_answer=AnthropicModelList,
@@ -43,7 +43,7 @@ async def list_models(request: Request) -> Response:
     "GET",
     "/v1/models/{id:path}",
     "getModel",
-    "One model",
+    "Get one model",
     "Slashes in the id stand as they are. With the header `anthropic-version`, in Anthropic's "
     "dialect.",
     answer=ModelObject,
@@ -65,7 +65,7 @@ def _anthropic_headers(request: Request) -> dict[str, str]:
     "GET",
     "/health",
     "getHealth",
-    "Whether requests would be served",
+    "Check readiness",
     "Readiness, for load balancers: 200 when requests would be served, else 503 with the status "
     "`loading`, `draining`, `failed` or `stalled`. With the query `verbose=1` also what the server "
     "holds and does; that needs the key, where there is one.",
@@ -93,7 +93,7 @@ async def health(request: Request) -> Response:
     "GET",
     "/health/live",
     "getLiveness",
-    "Whether the engine is alive",
+    "Check liveness",
     "Liveness, for supervisors: 503 once the engine has `failed`, or is `stalled` in a step longer "
     "than `--step-timeout`; else 200, whatever the status.",
     answer=Health,

@@ -30,7 +30,7 @@ _MOST_IDS = 16 * 1024 * 1024  # bytes of a body with token ids, about a million
     "POST",
     "/tokenize",
     "tokenize",
-    "The tokens of a text",
+    "Turn a text or a chat into tokens",
     body=TOKENIZE_REQUESTS,
     answer=TokenizeResponse,
 )
@@ -47,7 +47,7 @@ async def tokenize(request: Request) -> Response:
     "POST",
     "/detokenize",
     "detokenize",
-    "The text of tokens",
+    "Turn tokens into text",
     body=DETOKENIZE_REQUESTS,
     answer=DetokenizeResponse,
 )
@@ -62,7 +62,7 @@ async def detokenize(request: Request) -> Response:
     "GET",
     "/tokenizer_info",
     "getTokenizerInfo",
-    "What the tokenizer is",
+    "Describe the tokenizer",
     query=TokenizerQuery,
     answer=TokenizerInfo,
     fails=(404, 503, 504),
@@ -77,8 +77,8 @@ async def tokenizer_info(request: Request) -> Response:
     "POST",
     "/apply-template",
     "applyTemplate",
-    "A chat as the model's template writes it",
-    "Asked as a chat is. Nothing is generated.",
+    "Render a chat with the model's template",
+    "The body is that of a chat. Nothing is generated.",
     body=CHAT_REQUESTS,
     answer=AppliedTemplate,
 )

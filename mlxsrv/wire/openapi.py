@@ -29,18 +29,18 @@ from mlxsrv.wire.schema_rules import Schema, add_rules, unsupported
 _STATUS = {
     400: "The request is wrong; `param` says where.",
     401: "The key is missing or wrong.",
-    403: "Web pages of other origins, and hosts of other names, are not answered.",
-    404: "There is no such model, no such thing, or no such path.",
-    405: "The path does not answer this method.",
+    403: "The web page's origin, or the host name, is not allowed.",
+    404: "There is no such model, no such object, or no such route.",
+    405: "The route does not answer this method.",
     408: "The body did not arrive in time.",
-    409: "What is there stands against it.",
+    409: "It conflicts with what exists.",
     413: "The body is too large.",
-    429: "More requests than the server allows one client.",
+    429: "The client sends too many requests.",
     431: "The headers are too large.",
     500: "A bug; the log says more under the request id.",
     503: "The server is busy, cannot load the model, or is shutting down.",
-    504: "The request's time was over before there was any text.",
-    507: "The model does not fit, even if all others that may be unloaded are.",
+    504: "A time limit passed before there was any text.",
+    507: "The model, or the prompt, does not fit into memory.",
     529: "The server is busy or is shutting down.",
 }
 
@@ -112,7 +112,7 @@ _HEADERS = {
         "schema": {"type": "string"},
     },
     "X-Ignored-Params": {
-        "description": "Fields of the request that mean nothing here.",
+        "description": "Fields of the request that were ignored.",
         "schema": {"type": "string"},
     },
     "Retry-After": {
@@ -145,7 +145,7 @@ def _operation(operation: Operation) -> Schema:
         for status in sorted({*operation.errors, *_guarding(operation)})
     }
     if operation.answer is Health:  # a server that is not well answers in the same form
-        described["responses"]["503"] = _answer(operation, "No; the status tells why.")
+        described["responses"]["503"] = _answer(operation, "Not ready; the status tells why.")
     return described
 
 

@@ -261,7 +261,7 @@ class Metrics(Observer):
             "GET",
             "/metrics",
             "getMetrics",
-            "Metrics for Prometheus",
+            "Get metrics for Prometheus",
             "In its text format; with `--metrics` only.",
             answer=str,
             media="text/plain",
