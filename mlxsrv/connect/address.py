@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import re
-from urllib.parse import urlsplit
-
 import msgspec
 
+from mlxsrv.connect.url import KEY_VARIABLE, server_url
 from mlxsrv.formats.model_folder import ModelDescription
 from mlxsrv.models.catalogue.catalogue import Catalogue
 from mlxsrv.models.pool.model_files import capped
 from mlxsrv.options import SettingsError
 from mlxsrv.settings import Settings
 
-KEY_VARIABLE = "MLXSRV_API_KEY"
-"""The variable that clients read the key from. The server reads its keys from it too."""
-
 NO_KEY = "none"
 """Sent by clients that insist on a key, to a server that wants none."""
 
-_ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 _ROOMY = 32_000  # tokens: an agent's instructions and tools take 10,000 to 20,000
 
 
@@ -83,32 +77,13 @@ def find_address(
     known = entry.description
     context = capped(known.context_length if known else None, settings)
     return ServerAddress(
-        url=_url(settings, url),
+        url=server_url(settings, url),
         model=name,
         context_length=context,
         key=bool(settings.api_key or settings.api_key_file),
         **({} if known is None else {"capabilities": known.capabilities}),
         warnings=_warnings(known, context),
     )
-
-
-def _url(settings: Settings, given: str | None) -> str:
-    if given is not None:
-        if not _is_url(given):
-            raise SettingsError(f"--url: {given!r} is not a URL such as http://127.0.0.1:8000")
-        return given.rstrip("/").removesuffix("/v1")
-    if settings.port == 0:
-        raise SettingsError("port 0 is any free one; give --port, or the server's --url")
-    host = _ANY_ADDRESS.get(settings.host, settings.host)
-    return f"http://{f'[{host}]' if ':' in host else host}:{settings.port}"
-
-
-def _is_url(text: str) -> bool:
-    try:
-        urlsplit(text).port  # noqa: B018 - both raise for what cannot be an address
-    except ValueError:
-        return False
-    return re.fullmatch(r"https?://[^\s/?#]+(/[^\s?#]*)?", text) is not None
 
 
 def _warnings(model: ModelDescription | None, context: int | None) -> tuple[str, ...]:

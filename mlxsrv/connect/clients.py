@@ -12,9 +12,10 @@ from shlex import quote
 from types import MappingProxyType
 from typing import Any, Final
 
-from mlxsrv.connect.address import KEY_VARIABLE, NO_KEY, ServerAddress
+from mlxsrv.connect.address import NO_KEY, ServerAddress
 from mlxsrv.connect.formats import Owned, write_yaml
 from mlxsrv.connect.setup import ClientSetup, ConfigFile
+from mlxsrv.connect.url import KEY_VARIABLE
 
 _PROVIDER = "mlxsrv"
 _HOUR = 3_600_000

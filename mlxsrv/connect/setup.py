@@ -9,8 +9,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from mlxsrv.connect.address import KEY_VARIABLE, ServerAddress
+from mlxsrv.connect.address import ServerAddress
 from mlxsrv.connect.formats import new_text
+from mlxsrv.connect.url import KEY_VARIABLE
 
 
 class ConfigFile(msgspec.Struct, frozen=True):

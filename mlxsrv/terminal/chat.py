@@ -1,0 +1,209 @@
+"""`mlxsrv chat`: talk with a model in the terminal, or answer one question from a pipe."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Final
+
+from mlxsrv.configuration import option_parser, settings_from
+from mlxsrv.options import SettingsError
+from mlxsrv.terminal.client import RequestFailed
+from mlxsrv.terminal.conversation import Conversation
+from mlxsrv.terminal.screen import dim
+from mlxsrv.terminal.starting import running_server
+
+_PROMPT = ">>> "
+_MORE = "... "
+_QUOTES = '"""'
+
+
+def chat(arguments: Sequence[str]) -> None:
+    """Chat until the user ends it; from a pipe, answer what comes from it."""
+    parser = option_parser(
+        "chat",
+        "Chat with a model. Uses the server that runs at the address of the options, else starts "
+        "one and stops it at the end. From a pipe it answers once: echo hi | mlxsrv chat.",
+    )
+    parser.add_argument("asked", metavar="MODEL", nargs="?", help="Model; else the default one.")
+    parser.add_argument("--url", help="Address of the server, if not http://HOST:PORT.")
+    parser.add_argument("--system", metavar="TEXT", default="", help="System prompt.")
+    flags = vars(parser.parse_args(arguments))
+    asked, url, system = (flags.pop(name) for name in ("asked", "url", "system"))
+    question = None if sys.stdin.isatty() else sys.stdin.read().strip()
+    if question == "":
+        raise SettingsError("nothing to answer: write something into the pipe")
+    with running_server(settings_from(flags), flags, url=url, model=asked) as client:
+        conversation = Conversation(client, "", system)
+        described = conversation.choose(asked or "default")
+        if question is None:
+            Dialogue(conversation).run(f"{described} at {client.url}")
+        else:
+            conversation.ask(question, lambda _, text: print(text, end="", flush=True))
+            print()
+
+
+class Dialogue:
+    """Questions of the user and answers of the model, in turn."""
+
+    def __init__(self, conversation: Conversation) -> None:
+        self._conversation = conversation
+        self._open = True
+        self._warned = False
+
+    def run(self, described: str) -> None:
+        """Read lines until the user ends it: /exit, Ctrl-D, or Ctrl-C twice."""
+        print(described)
+        print(dim("/help lists the commands. Ctrl-C stops an answer, Ctrl-D ends the chat."))
+        _complete(_COMMANDS)
+        while self._open:
+            try:
+                self._obey(_read())
+                self._warned = False
+            except EOFError:
+                print()
+                return
+            except KeyboardInterrupt:
+                print()
+                if self._warned:
+                    return
+                self._warned = True
+                print(dim("Press Ctrl-C again, or Ctrl-D, to end the chat."))
+
+    def _obey(self, text: str) -> None:
+        if not text.strip():
+            return
+        try:
+            if text.startswith("/"):
+                self._command(text)
+            else:
+                self._answer(text)
+        except RequestFailed as error:
+            print(f"mlxsrv: {error.message}", file=sys.stderr)
+
+    def _answer(self, text: str) -> None:
+        """Show the answer, thoughts in grey; Ctrl-C stops it, and not the chat."""
+        thinks = False
+
+        def show(thought: str, piece: str) -> None:
+            nonlocal thinks
+            if thinks and piece:
+                print("\n")
+            thinks = bool(thought)
+            print(dim(thought) + piece, end="", flush=True)
+
+        note = "stopped"
+        with contextlib.suppress(KeyboardInterrupt):
+            note = self._conversation.ask(text, show)
+        print()
+        if note:
+            print(dim(f"[{note}]"))
+
+    def _command(self, text: str) -> None:
+        name, _, rest = text.partition(" ")
+        command = _COMMANDS.get(name)
+        if command is None:
+            near = difflib.get_close_matches(name, _COMMANDS, n=1)
+            hint = f"did you mean {near[0]}?" if near else "/help lists the commands"
+            print(f"There is no command {name}; {hint}")
+            return
+        command[1](self, rest.strip())
+
+    def _model(self, name: str) -> None:
+        if name:
+            print(self._conversation.choose(name))
+            return
+        for each, state in self._conversation.others():
+            print(("* " if each == self._conversation.model else "  ") + f"{each} ({state})")
+
+    def _system(self, text: str) -> None:
+        if text:
+            self._conversation.system = "" if text == "none" else text
+        print(f"System prompt: {self._conversation.system or 'none'}")
+
+    def _set(self, text: str) -> None:
+        parameters = self._conversation.parameters
+        name, _, value = text.partition(" ")
+        if value:
+            parameters[name] = _value(value.strip())
+        elif name:
+            parameters.pop(name, None)
+        print(
+            "\n".join(f"{name} = {json.dumps(value)}" for name, value in parameters.items())
+            or "Nothing is set: the model's own defaults count."
+        )
+
+    def _image(self, _: str) -> None:
+        print(f"{self._conversation.model} reads text only: no model of this server sees images.")
+
+    def _clear(self, _: str) -> None:
+        self._conversation.forget()
+        print("The conversation begins anew.")
+
+    def _help(self, _: str) -> None:
+        for name, (text, _command) in _COMMANDS.items():
+            print(f"{name:<8} {text}")
+        print(f"{_QUOTES:<8} Begin and end a message of several lines with it.")
+
+    def _exit(self, _: str) -> None:
+        self._open = False
+
+
+_COMMANDS: Final[Mapping[str, tuple[str, Callable[[Dialogue, str], None]]]] = MappingProxyType(
+    {
+        "/model": ("List the models; with a name: use that one.", Dialogue._model),
+        "/system": (
+            "Show the system prompt; with a text: set it; none: have none.",
+            Dialogue._system,
+        ),
+        "/set": (
+            "Show what is set; with a name and a value: set it, as in /set temperature 0.2; with "
+            "a name alone: leave it to the model.",
+            Dialogue._set,
+        ),
+        "/image": ("Show the model an image.", Dialogue._image),
+        "/clear": ("Forget the conversation.", Dialogue._clear),
+        "/help": ("List the commands.", Dialogue._help),
+        "/exit": ("End the chat.", Dialogue._exit),
+    }
+)
+
+
+def _read() -> str:
+    """Read a message: a line, or several between triple quotes. Raises EOFError."""
+    text = input(_PROMPT)
+    if not text.startswith(_QUOTES):
+        return text
+    text = text.removeprefix(_QUOTES)
+    while not text.rstrip().endswith(_QUOTES):
+        text += "\n" + input(_MORE)
+    return text.rstrip().removesuffix(_QUOTES).strip("\n")
+
+
+def _value(text: str) -> object:
+    """A value of JSON, else the text as it is."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _complete(names: Mapping[str, object]) -> None:
+    """Have Tab complete these names, where Python has a line editor."""
+    try:
+        import readline
+    except ImportError:
+        return
+
+    def complete(text: str, state: int) -> str | None:
+        found = [name for name in names if name.startswith(text)] if text else []
+        return found[state] + " " if state < len(found) else None
+
+    readline.set_completer(complete)
+    readline.set_completer_delims(" ")
+    emulated = "libedit" in (readline.__doc__ or "")  # as macOS has it
+    readline.parse_and_bind("bind ^I rl_complete" if emulated else "tab: complete")

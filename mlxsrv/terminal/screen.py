@@ -1,0 +1,77 @@
+"""Writing on a terminal: dim text, a line that is written over, and questions.
+
+A pipe gets plain text and no such line.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TextIO
+
+from mlxsrv.options import SettingsError
+
+
+def dim(text: str, stream: TextIO | None = None) -> str:
+    """The text in grey on a terminal whose user wants colours; else as it is."""
+    stream = sys.stdout if stream is None else stream
+    return f"\x1b[2m{text}\x1b[0m" if text and stream.isatty() and not no_color() else text
+
+
+def no_color() -> bool:
+    """Whether the user wants none: https://no-color.org."""
+    return bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
+
+
+def sized(number: float) -> str:
+    """A number of bytes in words."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if number < 1000:
+            return f"{number:.3g} {unit}"
+        number /= 1000
+    return f"{number:.3g} TB"
+
+
+def aligned(rows: list[tuple[str, ...]]) -> str:
+    """Rows as a table, in columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+
+
+def agreed(question: str, *, remedy: str) -> bool:
+    """Ask on the terminal. Raises SettingsError, with the remedy, where there is none."""
+    if not sys.stdin.isatty():
+        raise SettingsError(f"there is no terminal to ask on; {remedy}")
+    try:
+        return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:
+        return False
+
+
+class StatusLine:
+    """One line on stderr that says what is waited for, as long as it is."""
+
+    def __init__(self) -> None:
+        self._shown = ""
+
+    def __enter__(self) -> StatusLine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.clear()
+
+    def show(self, text: str) -> None:
+        """Write the text in place of the last one."""
+        if sys.stderr.isatty() and text != self._shown:
+            self.clear()
+            self._shown = text
+            print(dim(text + " ...", sys.stderr), end="", file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        """Take the text away."""
+        if self._shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            self._shown = ""

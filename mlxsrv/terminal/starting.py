@@ -1,0 +1,191 @@
+"""The server that a command asks: one that runs, or one that is started for the command alone."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, NoReturn
+
+from mlxsrv.settings import Settings, options
+from mlxsrv.terminal.client import RequestFailed, ServerClient, client_of
+from mlxsrv.terminal.screen import StatusLine
+
+_LOOK = 0.1
+"""Seconds between two looks at a server that loads."""
+
+_END = 10.0
+"""Seconds beyond `--shutdown-grace` after which a server that does not end is killed."""
+
+
+class StartedServer:
+    """A server process of this command's own, on a free port of this machine.
+
+    Args:
+        arguments: options for it.
+    """
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        own = ("--host", "127.0.0.1", "--port", "0", "--log-format", "json", "--log-level", "info")
+        # In a group of its own: Ctrl-C is for this command, which may want the server to live on.
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "mlxsrv", *arguments, *own],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            process_group=0,
+        )
+        self._lines: deque[str] = deque(maxlen=20)
+        self._url: str | None = None
+        self._listens = threading.Event()
+        threading.Thread(target=self._read_log, daemon=True).start()
+
+    def url(self) -> str:
+        """Wait until it listens. Raises RequestFailed if it ends instead."""
+        self._listens.wait()
+        if self._url is None:
+            raise self.failure()
+        return self._url
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def failure(self) -> RequestFailed:
+        """The error for a server that has ended: its last line says why."""
+        status = self._process.wait()
+        said = [line for line in self._lines if line.startswith("mlxsrv: ")]
+        why = said[-1].removeprefix("mlxsrv: ") if said else "\n".join(self._lines)
+        return RequestFailed(why or f"the server ended with status {status}")
+
+    def stop(self, grace: float) -> None:
+        """End it, and wait until it has ended."""
+        self._process.terminate()
+        try:
+            self._process.wait(grace + _END)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _read_log(self) -> None:
+        """Find the address, and keep the last lines: a pipe that nobody reads would fill up."""
+        assert self._process.stderr is not None
+        with self._process.stderr as log:
+            for line in log:
+                text = line.decode(errors="replace").rstrip()
+                self._lines.append(text)
+                if self._url is None and '"listening"' in text:
+                    self._url = json.loads(text)["url"]
+                    self._listens.set()
+        self._listens.set()
+
+
+@contextmanager
+def running_server(
+    settings: Settings, flags: Mapping[str, Any], *, url: str | None, model: str | None = None
+) -> Iterator[ServerClient]:
+    """The server at the address of the settings; where none runs, one that is started with these
+    options and stopped at the end. It is ready.
+
+    Args:
+        flags: the options that the settings are made of, as they were given.
+        url: an address where a server must run already.
+        model: the model that the command wants; one that is started has it as its default.
+
+    Raises:
+        RequestFailed: there is no server, or it cannot load its model.
+    """
+    if url is not None or settings.port:
+        client = client_of(settings, url)
+        if url is not None or client.is_there():
+            _wait_until_ready(client)
+            yield client
+            return
+    arguments = as_arguments(flags)
+    if model is not None:
+        arguments += ["--model", _as_option(settings, model)]
+    with _ended_by_signals(), StatusLine() as line:
+        line.show("starting a server")
+        started = StartedServer(arguments)
+        try:
+            client = client_of(settings, started.url())
+            _wait_until_ready(client, started)
+            line.clear()
+            yield client
+        except RequestFailed:
+            if started.has_ended:
+                raise started.failure() from None
+            raise
+        finally:
+            started.stop(settings.shutdown_grace)
+
+
+def as_arguments(flags: Mapping[str, Any]) -> list[str]:
+    """Write options that `option_parser` has parsed as arguments again."""
+    arguments = ["--config", flags["config"]] if flags.get("config") else []
+    for option in options():
+        value = flags.get(option.name)
+        if value is None:
+            continue
+        if option.switch:
+            arguments.append(option.flag if value else option.flag.replace("--", "--no-", 1))
+        else:
+            for each in value if option.repeatable else [value]:
+                arguments += [option.flag, str(each)]
+    return arguments
+
+
+def _as_option(settings: Settings, name: str) -> str:
+    """A `--model` that serves the model of this name alone."""
+    # Imported here: only a server that is started needs to know what is on the disk.
+    from mlxsrv.models.catalogue.catalogue import Catalogue
+
+    catalogue = Catalogue(settings)
+    catalogue.scan()
+    entry = catalogue.answering(name)
+    if entry is None:
+        return name
+    adapter = f"+{entry.source.adapter}" if entry.source.adapter else ""
+    return f"{name}={entry.source.place}{adapter}"
+
+
+def _wait_until_ready(client: ServerClient, started: StartedServer | None = None) -> None:
+    """Wait for the default model, and show its progress. Raises RequestFailed."""
+    with StatusLine() as line:
+        while (state := client.health())["status"] != "ok":
+            if state["status"] == "failed" and started is not None:
+                raise RequestFailed(state.get("reason", "the model could not be loaded"))
+            if state["status"] != "loading":
+                return  # the request will say what is wrong, or succeed
+            line.show(_progress(state))
+            time.sleep(_LOOK)
+
+
+def _progress(state: Mapping[str, Any]) -> str:
+    arrived = state.get("download")
+    if not arrived:
+        return "loading the model"
+    share = arrived["completed"] / max(arrived["total"], 1)
+    return f"downloading the model: {share:.0%} of {arrived['total'] / 1e9:.1f} GB"
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise SystemExit, so that what was started is stopped."""
+
+    def leave(number: int, _: FrameType | None) -> NoReturn:
+        sys.exit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
