@@ -6,15 +6,13 @@ Used on the device thread only.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 
 import mlx.core as mx
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
+from mlxsrv.engine.backend import find_working_memory
 from mlxsrv.engine.events import Report
 
-_SHARE_OF_CARD = 0.9  # of a CUDA device; the driver, kernels and libraries need the rest
-_SHARE_OF_RAM = 5 / 6  # where MLX computes on the CPU; the system and the process need the rest
 _SHARE_CACHED = 0.05  # half of what `--memory-limit` leaves by default
 
 
@@ -25,25 +23,6 @@ def working_memory() -> int:
         held=mx.get_active_memory() + mx.get_cache_memory(),
         ram=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
     )
-
-
-def find_working_memory(device: Mapping[str, str | int], *, held: int, ram: int) -> int:
-    """The bytes that MLX can work in: those that Metal recommends; on CUDA most of the card, if
-    other processes leave as much; else most of the machine's memory.
-
-    Args:
-        device: what MLX's `device_info` returns.
-        held: bytes that MLX has taken, in use and free.
-        ram: bytes of the machine.
-    """
-    recommended = int(device.get("max_recommended_working_set_size", 0))
-    if recommended:
-        return recommended
-    total = int(device.get("total_memory", 0))
-    if total:
-        share = int(_SHARE_OF_CARD * total)
-        return min(share, int(device["free_memory"]) + held) if "free_memory" in device else share
-    return int(_SHARE_OF_RAM * ram)
 
 
 def set_limits(*, wire: bool, cached: int | None) -> None:

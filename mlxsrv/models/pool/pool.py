@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from mlxsrv.engine.backend import SERVED_SHARE
 from mlxsrv.engine.client import EngineClient
 from mlxsrv.engine.faults import describe_error, survivable
 from mlxsrv.engine.recording.recorder import Recording
@@ -55,8 +56,6 @@ from mlxsrv.settings import Settings
 
 if TYPE_CHECKING:
     from mlxsrv.prompts.tokenizer import Tokenizer
-
-_MEMORY_SHARE = 0.9  # of what MLX recommends; a step's arrays and free buffers need some, too
 
 
 class PoolStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -356,7 +355,7 @@ class Pool:
             # to that thread.
             memory = await self.engine.memory()
             if self._settings.memory_limit is None:
-                share = int(_MEMORY_SHARE * memory)
+                share = int(SERVED_SHARE * memory)
                 self._limits = msgspec.structs.replace(self._limits, bytes=share)
             draft = self.catalogue.draft(model.entry)
             return await prepare_model(

@@ -1,0 +1,92 @@
+"""`mlxsrv recommend`: models that fit into this machine's memory, from a table in `models.toml`."""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from mlxsrv.configuration import option_parser, settings_from
+from mlxsrv.engine.backend import SERVED_SHARE, describe_device, find_working_memory
+from mlxsrv.options import SettingsError
+from mlxsrv.settings import options
+from mlxsrv.terminal.screen import aligned, sized
+
+_TABLE = Path(__file__).with_name("models.toml")
+_MOST = 6
+
+_SMALL_MAC = 36 * 1024**3
+_MAC_SHARES = (2 / 3, 3 / 4)
+"""Shares of a Mac's memory that Metal recommends to use: of a small one, and of a larger one."""
+
+_LEAST_CONTEXT = 8_192
+"""Tokens; with less there is no room for a conversation."""
+
+
+class KnownModel(msgspec.Struct, frozen=True):
+    """A model of the table; the fields are explained there."""
+
+    repository: str
+    gigabytes: float
+    context: int
+    kv_bytes: int
+    good_for: str
+    fixed: int = 0
+
+    def context_within(self, limit: int) -> int:
+        """The tokens of context that one request has if all models may take `limit` bytes."""
+        left = limit - self.gigabytes * 1e9 - self.fixed
+        return max(min(self.context, int(left / self.kv_bytes)), 0)
+
+
+def known_models() -> list[KnownModel]:
+    """The models of the table, the smallest first."""
+    table = tomllib.loads(_TABLE.read_text("utf-8"))
+    return msgspec.convert(table["model"], list[KnownModel])
+
+
+def recommend(arguments: Sequence[str]) -> None:
+    """Print the largest models that fit, and the context that each would have."""
+    parser = option_parser(
+        "recommend",
+        "List models that fit into the memory of this machine, the largest first, with the "
+        "context that one request has beside them. Nothing is downloaded.",
+    )
+    parser.add_argument(
+        "--memory", metavar="SIZE", help="Memory of another Mac, such as 64GB, instead of this one."
+    )
+    flags = vars(parser.parse_args(arguments))
+    memory = flags.pop("memory")
+    settings = settings_from(flags)
+    limit = settings.memory_limit or int(SERVED_SHARE * _working_memory(memory))
+    fitting = [
+        (model, context)
+        for model in reversed(known_models())
+        if (context := model.context_within(limit)) >= _LEAST_CONTEXT
+    ]
+    of = "this machine" if memory is None else f"a Mac with {memory}"
+    print(f"Models may take {sized(limit)} on {of} (--memory-limit).")
+    if not fitting:
+        print("None of the models in the table fits; the demo model runs anywhere: mlxsrv")
+        return
+    rows = [(m.repository, f"{m.gigabytes:g} GB", f"{c:,}", m.good_for) for m, c in fitting[:_MOST]]
+    print(aligned([("MODEL", "SIZE", "CONTEXT", "GOOD FOR"), *rows]))
+    print(f"\nTry one: mlxsrv chat {rows[0][0]}")
+
+
+def _working_memory(memory: str | None) -> int:
+    """Bytes that MLX can work in: here, or on a Mac with so much memory, whose gigabytes are those
+    of 1024 megabytes. Raises SettingsError."""
+    if memory is None:
+        ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return find_working_memory(describe_device(), held=0, ram=ram)
+    size = next(option for option in options() if option.name == "memory_limit")
+    try:
+        bytes = int(size.parse(re.sub(r"([KMGT])B$", r"\1iB", memory, flags=re.IGNORECASE)))
+    except SettingsError as error:
+        raise SettingsError(f"--memory: {error}") from None
+    return int(_MAC_SHARES[bytes > _SMALL_MAC] * bytes)

@@ -1,0 +1,61 @@
+"""`mlxsrv rm`: remove a model from the Hugging Face cache, the opposite of `mlxsrv pull`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from mlxsrv.errors import ModelNotFound
+from mlxsrv.models.catalogue.hub_cache import Repository
+from mlxsrv.options import SettingsError
+from mlxsrv.terminal.screen import agreed, sized
+
+
+def rm(arguments: Sequence[str]) -> None:
+    """Remove a model's files once the user has seen how many bytes that frees."""
+    parser = argparse.ArgumentParser(
+        prog="mlxsrv rm",
+        description="Remove a model from the Hugging Face cache, all revisions of it or one. "
+        "Files that another revision needs stay.",
+    )
+    parser.add_argument("repository", metavar="ORG/NAME[@REVISION]")
+    parser.add_argument("--yes", action="store_true", help="Remove it without asking.")
+    asked = parser.parse_args(arguments)
+    try:
+        repository = Repository.parse(asked.repository)
+    except ValueError as error:
+        raise SettingsError(str(error)) from None
+    strategy = _plan(repository)
+    freed = sized(strategy.expected_freed_size)
+    if not asked.yes and not agreed(
+        f"Remove {repository} from the Hugging Face cache, {freed}?", remedy="add --yes to remove"
+    ):
+        raise SettingsError(f"{repository} stays")
+    strategy.execute()
+    print(f"{repository} is removed: {freed} are free again.")
+
+
+def _plan(repository: Repository) -> Any:
+    """huggingface-hub's plan of what to delete. Raises ModelNotFound if the cache has no such
+    model."""
+    # Imported here, because the import takes 0.1 s and the other commands do not need it.
+    from huggingface_hub import constants, scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        cache = scan_cache_dir(constants.HF_HUB_CACHE)
+    except CacheNotFound:
+        raise ModelNotFound(f"there is no cache at {constants.HF_HUB_CACHE}") from None
+    wanted = [
+        revision.commit_hash
+        for cached in cache.repos
+        if cached.repo_type == "model" and cached.repo_id == repository.id
+        for revision in cached.revisions
+        if repository.revision in (None, *revision.refs, revision.commit_hash)
+    ]
+    if not wanted:
+        broken = [warning for warning in cache.warnings if repository.root.name in str(warning)]
+        why = f"; it is damaged, remove it yourself: {repository.root}" if broken else ""
+        raise ModelNotFound(f"{str(repository)!r} is not in the cache{why}; see: mlxsrv models")
+    return cache.delete_revisions(*wanted)
