@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import msgspec
 
 from mlxsrv.connect.url import KEY_VARIABLE, server_url
-from mlxsrv.formats.model_folder import ModelDescription
 from mlxsrv.models.catalogue.catalogue import Catalogue
 from mlxsrv.models.pool.model_files import capped
 from mlxsrv.options import SettingsError
@@ -82,13 +84,31 @@ def find_address(
         context_length=context,
         key=bool(settings.api_key or settings.api_key_file),
         **({} if known is None else {"capabilities": known.capabilities}),
-        warnings=_warnings(known, context),
+        warnings=_warnings(None if known is None else known.capabilities, context),
     )
 
 
-def _warnings(model: ModelDescription | None, context: int | None) -> tuple[str, ...]:
+def address_of(url: str, model: Mapping[str, Any], *, key: bool) -> ServerAddress:
+    """The address of a server that runs.
+
+    Args:
+        model: the one to ask for, as its `/v1/models` describes it.
+        key: the server wants one.
+    """
+    capabilities = tuple(model["capabilities"]) or None
+    return ServerAddress(
+        url=url,
+        model=model["id"],
+        context_length=model["context_length"],
+        key=key,
+        **({} if capabilities is None else {"capabilities": capabilities}),
+        warnings=_warnings(capabilities, model["context_length"]),
+    )
+
+
+def _warnings(capabilities: tuple[str, ...] | None, context: int | None) -> tuple[str, ...]:
     warnings = []
-    if model is not None and "tools" not in model.capabilities:
+    if capabilities is not None and "tools" not in capabilities:
         warnings.append("this model calls no tools, or in a way that is not read; agents need them")
     if context is not None and context < _ROOMY:
         warnings.append(

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from shlex import quote
 from types import MappingProxyType
 from typing import Any, Final
 
+from msgspec.structs import replace
+
 from mlxsrv.connect.address import NO_KEY, ServerAddress
 from mlxsrv.connect.formats import Owned, write_yaml
-from mlxsrv.connect.setup import ClientSetup, ConfigFile
+from mlxsrv.connect.setup import FILE, KEY, ClientSetup, ConfigFile, Session
 from mlxsrv.connect.url import KEY_VARIABLE
 
 _PROVIDER = "mlxsrv"
@@ -44,7 +46,17 @@ def _codex(server: ServerAddress) -> ClientSetup:
         title="Codex",
         file=ConfigFile("~/.codex", "config.toml", "toml", content, variable="CODEX_HOME"),
         commands=("codex",),
+        session=Session("codex", tuple(_overrides(content))),
     )
+
+
+def _overrides(content: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    """The settings as Codex takes them on its command line: values of TOML, by dotted names."""
+    for name, value in content.items():
+        if isinstance(value, Mapping):
+            yield from _overrides(value, f"{path}{name}.")
+        elif value is not None:
+            yield from ("-c", f"{path}{name}={json.dumps(value, ensure_ascii=False)}")
 
 
 def _claude(server: ServerAddress) -> ClientSetup:
@@ -71,12 +83,14 @@ def _claude(server: ServerAddress) -> ClientSetup:
             "~/.claude", "settings.json", "json", content, variable="CLAUDE_CONFIG_DIR"
         ),
         commands=("claude",),
+        session=Session("claude", ("--settings", FILE)),
         instead=tuple(_export(name, value) for name, value in exported.items()),
     )
 
 
 def _opencode(server: ServerAddress) -> ClientSetup:
-    return _opencodes(server, "opencode", schema="https://opencode.ai/config.json")
+    setup = _opencodes(server, "opencode", schema="https://opencode.ai/config.json")
+    return replace(setup, session=Session("opencode", variables={"OPENCODE_CONFIG": FILE}))
 
 
 def _kilo(server: ServerAddress) -> ClientSetup:
@@ -144,6 +158,17 @@ def _qwen_code(server: ServerAddress) -> ClientSetup:
         title="Qwen Code",
         file=ConfigFile("~/.qwen", "settings.json", "json", content),
         commands=("qwen",),
+        session=Session(
+            "qwen",
+            ("--auth-type", "openai"),
+            {
+                "QWEN_CODE_SYSTEM_SETTINGS_PATH": FILE,
+                # Its user's shell may have these, and they count more than any file.
+                "OPENAI_BASE_URL": server.openai,
+                "OPENAI_API_KEY": KEY,
+                "OPENAI_MODEL": server.model,
+            },
+        ),
     )
 
 
@@ -159,6 +184,7 @@ def _aider(server: ServerAddress) -> ClientSetup:
         file=ConfigFile("~", ".aider.conf.yml", "yaml", content),
         variables=(_export("OPENAI_API_KEY", server.shell_key),),
         commands=("aider",),
+        session=Session("aider", ("--config", FILE), {"OPENAI_API_KEY": KEY}),
     )
 
 

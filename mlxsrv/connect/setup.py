@@ -37,6 +37,24 @@ class ConfigFile(msgspec.Struct, frozen=True):
         return Path(folder).expanduser() / self.name
 
 
+FILE, KEY = "{file}", "{key}"
+"""Stand in a session for the path of its file, and for the server's key."""
+
+
+class Session(msgspec.Struct, frozen=True):
+    """One run of a client with these settings, beside what its user has set.
+
+    Attributes:
+        program: its command.
+        arguments: that come first; FILE is a file with the content of the setup's.
+        variables: of its environment; FILE and KEY are put in.
+    """
+
+    program: str
+    arguments: tuple[str, ...] = ()
+    variables: Mapping[str, str] = {}
+
+
 class ClientSetup(msgspec.Struct, frozen=True):
     """The setup that makes one client use the server.
 
@@ -48,6 +66,7 @@ class ClientSetup(msgspec.Struct, frozen=True):
         commands: that configure or start it.
         instead: lines for a shell that do for one session what the file does for all.
         notes: whatever else its user has to do or to know, each one sentence.
+        session: how `mlxsrv run` runs it; None where it cannot.
     """
 
     title: str
@@ -57,6 +76,7 @@ class ClientSetup(msgspec.Struct, frozen=True):
     commands: tuple[str, ...] = ()
     instead: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    session: Session | None = None
 
     def text(self, server: ServerAddress) -> str:
         """All of it, as `mlxsrv connect` prints it."""

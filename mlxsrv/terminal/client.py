@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
@@ -44,6 +45,15 @@ class ServerClient:
             return self.health().get("status") in HEALTH_STATES
         except RequestFailed:
             return False
+
+    def is_taken(self) -> bool:
+        """Whether any program listens at the address."""
+        place = urlsplit(self.url)
+        try:
+            socket.create_connection((place.hostname, place.port), _PATIENCE).close()
+        except OSError:
+            return False
+        return True
 
     def health(self, *, verbose: bool = False) -> dict[str, Any]:
         """The answer of `/health`, whatever its status. Raises RequestFailed."""

@@ -26,6 +26,9 @@ _MAC_SHARES = (2 / 3, 3 / 4)
 _LEAST_CONTEXT = 8_192
 """Tokens; with less there is no room for a conversation."""
 
+_ROOMY = 32_000
+"""Tokens that are enough for agents as well."""
+
 
 class KnownModel(msgspec.Struct, frozen=True):
     """A model of the table; the fields are explained there."""
@@ -75,7 +78,11 @@ def recommend(arguments: Sequence[str]) -> None:
         return
     rows = [(m.repository, f"{m.gigabytes:g} GB", f"{c:,}", m.good_for) for m, c in fitting[:_MOST]]
     print(aligned([("MODEL", "SIZE", "CONTEXT", "GOOD FOR"), *rows]))
-    print(f"\nTry one: mlxsrv chat {rows[0][0]}")
+    if memory is None and describe_device().get("kind") == "cpu":
+        print("\nMLX computes on the CPU here: the smaller the model, the better.")
+        fitting.reverse()
+    best = next((model for model, context in fitting if context >= _ROOMY), fitting[0][0])
+    print(f"\nTry one: mlxsrv chat {best.repository}")
 
 
 def _working_memory(memory: str | None) -> int:

@@ -1,0 +1,110 @@
+"""`mlxsrv run`: a coding agent with a server for one session; nothing that its user set changes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from mlxsrv.configuration import option_parser, settings_from
+from mlxsrv.connect.address import NO_KEY, address_of
+from mlxsrv.connect.clients import CLIENTS
+from mlxsrv.connect.formats import new_text
+from mlxsrv.connect.setup import FILE, KEY, ClientSetup, Session
+from mlxsrv.connect.url import KEY_VARIABLE
+from mlxsrv.options import SettingsError
+from mlxsrv.settings import Settings
+from mlxsrv.terminal.starting import running_server
+
+
+def run_agent(arguments: Sequence[str]) -> int:
+    """Run an agent until it ends, and return its exit status."""
+    ours, theirs = _divide(arguments)
+    parser = option_parser(
+        "run",
+        "Run a coding agent that uses this server, with settings for this session only: nothing "
+        "that you have set is changed. Uses the server that runs at the address of the options, "
+        "else starts one and stops it at the end. What follows -- is for the agent.",
+    )
+    parser.add_argument("client", metavar="AGENT", nargs="?")
+    parser.add_argument("asked", metavar="MODEL", nargs="?", help="Model; else the default one.")
+    parser.add_argument("--url", help="Address of the server, if not http://HOST:PORT.")
+    flags = vars(parser.parse_args(ours))
+    client, asked, url = (flags.pop(name) for name in ("client", "asked", "url"))
+    program = _program(client)
+    settings = settings_from(flags)
+    with running_server(settings, flags, url=url, model=asked) as server:
+        key = bool(settings.api_key or settings.api_key_file)
+        address = address_of(server.url, server.model(asked or "default"), key=key)
+        setup = CLIENTS[client](address)
+        print(f"mlxsrv: {setup.title} with {address.model} at {server.url}", file=sys.stderr)
+        for warning in address.warnings:
+            print(f"mlxsrv: {warning}", file=sys.stderr)
+        return _run(program, setup, settings, theirs)
+
+
+def _divide(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """The arguments before `--`, and those behind it."""
+    if "--" not in arguments:
+        return arguments, ()
+    place = arguments.index("--")
+    return arguments[:place], arguments[place + 1 :]
+
+
+def runnable() -> dict[str, str]:
+    """The agents that can be run, each with its program."""
+    anywhere = address_of(
+        "http://127.0.0.1", {"id": "", "context_length": None, "capabilities": ()}, key=False
+    )
+    setups = {name: setup(anywhere) for name, setup in CLIENTS.items()}
+    return {name: setup.session.program for name, setup in setups.items() if setup.session}
+
+
+def _program(client: str | None) -> str:
+    """The path of the agent's program. Raises SettingsError if it cannot be run."""
+    agents = runnable()
+    if client in CLIENTS and client not in agents:
+        raise SettingsError(f"{client} is set up, not run: mlxsrv connect {client}")
+    if client not in agents:
+        wrong = "name an agent" if client is None else f"there is no agent {client!r}"
+        raise SettingsError(f"{wrong}; there are: {', '.join(agents)}")
+    program = shutil.which(agents[client])
+    if program is None:
+        raise SettingsError(f"{agents[client]!r}, the program of {client}, is not installed here")
+    return program
+
+
+def _run(program: str, setup: ClientSetup, settings: Settings, arguments: Sequence[str]) -> int:
+    assert setup.session is not None
+    with tempfile.TemporaryDirectory(prefix="mlxsrv-") as folder:
+        file = ""
+        if setup.file is not None:
+            path = Path(folder, Path(setup.file.name).name)
+            path.write_text(new_text(setup.file.format, setup.file.content), "utf-8")
+            file = str(path)
+        key = settings.api_key[0] if settings.api_key else None
+        before = signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is for the agent
+        try:
+            first = [each.replace(FILE, file) for each in setup.session.arguments]
+            status = subprocess.run(
+                [program, *first, *arguments],
+                env=_environment(setup.session, file, key),
+                check=False,
+            ).returncode
+        finally:
+            signal.signal(signal.SIGINT, before)
+    return status if status >= 0 else 128 - status
+
+
+def _environment(session: Session, file: str, key: str | None) -> Mapping[str, str]:
+    """This command's, with the variables of the session."""
+    own = {
+        name: value.replace(FILE, file).replace(KEY, key or NO_KEY)
+        for name, value in session.variables.items()
+    }
+    return {**os.environ, **own, **({} if key is None else {KEY_VARIABLE: key})}
