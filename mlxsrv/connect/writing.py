@@ -45,10 +45,19 @@ def plan_change(file: ConfigFile) -> FileChange:
     Raises:
         SettingsError: the file cannot be read, or not be changed safely.
     """
-    path = Path(os.path.realpath(file.path()))
+    return _plan(file.path(), lambda text: merged_text(file.format, text, file.content))
+
+
+def plan_text(path: Path, text: str) -> FileChange:
+    """Read the file, which shall have this text alone. Raises SettingsError if it cannot be."""
+    return _plan(path, lambda _: text)
+
+
+def _plan(place: Path, change: Callable[[str], str]) -> FileChange:
+    path = Path(os.path.realpath(place))
     try:
         before = _read(path)
-        return FileChange(path, before, merged_text(file.format, before or "", file.content))
+        return FileChange(path, before, change(before or ""))
     except CannotMerge as error:
         message = f"{path} stays as it is: {error}; put the lines there yourself"
         raise SettingsError(message) from None

@@ -1,0 +1,117 @@
+"""Completion in shells: scripts for bash, zsh and fish, made of what the commands take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from shlex import quote
+from types import MappingProxyType
+from typing import Final
+
+import msgspec
+
+
+class CompletedCommand(msgspec.Struct, frozen=True):
+    """What a shell may write of one command.
+
+    Attributes:
+        does: one line about it.
+        flags: its options.
+        words: the values of its first argument, where they are known.
+    """
+
+    name: str
+    does: str
+    flags: Sequence[str]
+    words: Sequence[str] = ()
+
+
+def completion_script(shell: str, commands: Sequence[CompletedCommand], default: str) -> str:
+    """The script that has a shell complete the commands.
+
+    Args:
+        shell: one of SHELLS.
+        default: the command whose options `mlxsrv` takes without a command.
+    """
+    return SHELLS[shell](commands, next(each for each in commands if each.name == default))
+
+
+def _bash(commands: Sequence[CompletedCommand], default: CompletedCommand) -> str:
+    return f"""\
+# Completion of mlxsrv in bash: source <(mlxsrv completion bash)
+_mlxsrv() {{
+    local word=${{COMP_WORDS[COMP_CWORD]}} flags words=
+{_cases(commands, default, "${COMP_WORDS[1]}")}
+    case $word in
+        -*) words=$flags ;;
+        *) (( COMP_CWORD == 1 )) && words={quote(_spaced(each.name for each in commands))} ;;
+    esac
+    COMPREPLY=($(compgen -W "$words" -- "$word"))
+}}
+complete -o default -F _mlxsrv mlxsrv
+"""
+
+
+def _zsh(commands: Sequence[CompletedCommand], default: CompletedCommand) -> str:
+    described = "\n".join(f"        {quote(f'{each.name}:{each.does}')}" for each in commands)
+    return f"""\
+#compdef mlxsrv
+# Completion of mlxsrv in zsh: source <(mlxsrv completion zsh), behind compinit
+_mlxsrv() {{
+    local flags words_known=
+    local -a names_known=(
+{described}
+    )
+{_cases(commands, default, "${words[2]}").replace(" words=", " words_known=")}
+    if [[ $PREFIX == -* ]]; then
+        compadd -- ${{=flags}}
+    elif (( CURRENT == 2 )); then
+        _describe command names_known
+    elif [[ -n $words_known ]]; then
+        compadd -- ${{=words_known}}
+    else
+        _files
+    fi
+}}
+compdef _mlxsrv mlxsrv
+"""
+
+
+def _cases(commands: Sequence[CompletedCommand], default: CompletedCommand, word: str) -> str:
+    """A `case` that sets `flags` and `words` by the command, in the language of bash and zsh."""
+    lines = [f"    case {word} in"]
+    for each in commands:
+        values = f"flags={quote(_spaced(each.flags))} words={quote(_spaced(each.words))}"
+        lines.append(f"        {each.name}) {values} ;;")
+    lines += [f"        *) flags={quote(_spaced(default.flags))} ;;", "    esac"]
+    return "\n".join(lines)
+
+
+def _spaced(words: Iterable[str]) -> str:
+    return " ".join(words)
+
+
+def _fish(commands: Sequence[CompletedCommand], default: CompletedCommand) -> str:
+    names = _spaced(each.name for each in commands)
+    lines = ["# Completion of mlxsrv in fish: mlxsrv completion fish | source"]
+    for each in commands:
+        begun = f"'__fish_seen_subcommand_from {each.name}'"
+        lines.append(
+            f"complete -c mlxsrv -f -n 'not __fish_seen_subcommand_from {names}' "
+            f"-a {each.name} -d {quote(each.does)}"
+        )
+        if each.words:
+            lines.append(f"complete -c mlxsrv -f -n {begun} -a {quote(_spaced(each.words))}")
+        lines += [f"complete -c mlxsrv -n {begun} {_fish_flag(flag)}" for flag in each.flags]
+    lines += [
+        f"complete -c mlxsrv -n 'not __fish_seen_subcommand_from {names}' {_fish_flag(flag)}"
+        for flag in default.flags
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _fish_flag(flag: str) -> str:
+    return f"-l {flag[2:]}" if flag.startswith("--") else f"-s {flag[1:]}"
+
+
+_Script = Callable[[Sequence[CompletedCommand], CompletedCommand], str]
+SHELLS: Final[Mapping[str, _Script]] = MappingProxyType({"bash": _bash, "zsh": _zsh, "fish": _fish})

@@ -1,0 +1,115 @@
+"""`mlxsrv service`: have the system run the server, at each login and after each failure."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mlxsrv.configuration import option_parser, settings_from
+from mlxsrv.connect.writing import plan_text, write_change
+from mlxsrv.options import SettingsError
+from mlxsrv.settings import Settings, options
+from mlxsrv.terminal.client import RequestFailed, client_of
+from mlxsrv.terminal.screen import agreed
+from mlxsrv.terminal.starting import as_arguments
+from mlxsrv.terminal.units import Steps, Unit, unit
+
+_HUB_VARIABLES = ("HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "HF_HUB_OFFLINE", "XDG_CACHE_HOME")
+"""They say where models are. A token is no part of it: `hf auth login` keeps one in a file."""
+
+_ACTIONS = ("install", "uninstall", "status")
+
+
+def service(arguments: Sequence[str]) -> None:
+    """Install the service, take it away, or say how it is."""
+    parser = option_parser(
+        "service",
+        "Run the server as a service of yours: of launchd on macOS, of systemd on Linux. ACTION is "
+        "install, uninstall or status. The options are those that the server shall have.",
+    )
+    parser.add_argument("action", metavar="ACTION", choices=_ACTIONS)
+    parser.add_argument("--yes", action="store_true", help="Do it without asking.")
+    flags = vars(parser.parse_args(arguments))
+    action, yes = flags.pop("action"), flags.pop("yes")
+    settings = settings_from(flags)
+    described = unit(
+        [sys.executable, "-m", "mlxsrv", *as_arguments(flags)],
+        _variables(),
+        Path.cwd(),
+        settings.shutdown_grace,
+    )
+    if shutil.which(described.program) is None:
+        raise SettingsError(f"there is no {described.program} here, which runs services")
+    if action == "install":
+        _install(described, flags, settings, yes=yes)
+    elif action == "uninstall":
+        _uninstall(described, yes=yes)
+    else:
+        _show(described, settings)
+
+
+def _install(described: Unit, flags: Mapping[str, Any], settings: Settings, *, yes: bool) -> None:
+    """Show the file, ask, write it, and start the service. Raises SettingsError, ServeError."""
+    # Imported here: the other actions need not know what is on the disk.
+    from mlxsrv.models.catalogue.catalogue import Catalogue
+
+    secret = [option.flag for option in options() if option.secret and flags.get(option.name)]
+    if secret:
+        raise SettingsError(f"{secret[0]} would stand in a file; give --api-key-file instead")
+    Catalogue(settings).require_default()
+    change = plan_text(described.path, described.text)
+    client = client_of(settings, None)
+    if change.before is None and client.is_taken():
+        raise SettingsError(f"{client.url} is in use; stop what runs there: mlxsrv stop")
+    print(f"{change.path}:\n\n{change.after}")
+    if change.needed:
+        question = "Write this file and start the service?"
+        copy = write_change(change, lambda: yes or agreed(question, remedy="add --yes to do it"))
+        print(f"The file is written{f'; the old one is {copy}' if copy else ''}.")
+    _run(described.start)
+    print(f"The service is started: {client.url}. {described.note}")
+    print(f"Its log: {described.logs}")
+
+
+def _uninstall(described: Unit, *, yes: bool) -> None:
+    """Ask, stop the service, and remove its file. Raises SettingsError."""
+    path = described.path
+    if not path.exists():
+        raise SettingsError(f"no service is installed: there is no {path}")
+    if not yes and not agreed(f"Stop the service and remove {path}?", remedy="add --yes to do it"):
+        raise SettingsError("the service stays")
+    _run(described.stop)
+    path.unlink()
+    _run(described.forget)
+    print(f"The service has stopped, and {path} is removed. Models and settings stay.")
+
+
+def _show(described: Unit, settings: Settings) -> None:
+    if not described.path.exists():
+        print("No service is installed. To install one: mlxsrv service install")
+        return
+    runs = subprocess.run(described.state, capture_output=True, check=False).returncode == 0
+    client = client_of(settings, None)
+    print(f"Installed: {described.path}")
+    print(f"State: {'running' if runs else 'not running'}; its log: {described.logs}")
+    print(f"{client.url}: {client.health()['status'] if client.is_there() else 'no answer'}")
+
+
+def _run(steps: Steps) -> None:
+    """Run commands of the service manager; only the last one must succeed. Raises RequestFailed."""
+    for number, step in enumerate(steps, start=1):
+        done = subprocess.run(step, capture_output=True, text=True, check=False)
+        if done.returncode and number == len(steps):
+            said = done.stderr.strip() or f"status {done.returncode}"
+            raise RequestFailed(f"{' '.join(step)}: {said}")
+
+
+def _variables() -> dict[str, str]:
+    """The variables of this shell that the server shall have as well; no secret is among them."""
+    wanted = [*(each.variable for each in options() if not each.secret), *_HUB_VARIABLES]
+    return {name: os.environ[name] for name in (*wanted, "MLXSRV_CONFIG") if name in os.environ}
