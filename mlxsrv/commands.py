@@ -6,8 +6,11 @@ Each takes its arguments, prints, and raises SettingsError or ServeError.
 
 from __future__ import annotations
 
+import io
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import redirect_stdout, suppress
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
@@ -26,6 +29,15 @@ from mlxsrv.models.catalogue.catalogue import Catalogue, ModelEntry
 from mlxsrv.options import SettingsError
 from mlxsrv.replicas.command import replicas
 from mlxsrv.server.serve import serve
+from mlxsrv.terminal.agents import run_agent, runnable
+from mlxsrv.terminal.chat import chat
+from mlxsrv.terminal.completion import SHELLS, CompletedCommand, completion_script
+from mlxsrv.terminal.doctor import doctor
+from mlxsrv.terminal.recommending import recommend
+from mlxsrv.terminal.removing import rm
+from mlxsrv.terminal.screen import agreed, aligned, sized
+from mlxsrv.terminal.services import ACTIONS, service
+from mlxsrv.terminal.watching import ps, stop
 
 
 def run_server(arguments: Sequence[str]) -> int:
@@ -111,20 +123,8 @@ def _table(lines: Iterable[ModelLine]) -> str:
             note = "is downloaded on first use"
         values = (line.type, line.context_length, line.parameter_size, line.quantization_level)
         shown = ["-" if value is None else str(value) for value in values]
-        rows.append((name, *shown, "-" if line.size is None else _bytes(line.size), note))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
-
-
-def _bytes(number: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if number < 1000:
-            return f"{number:.3g} {unit}"
-        number /= 1000
-    return f"{number:.3g} TB"
+        rows.append((name, *shown, "-" if line.size is None else sized(line.size), note))
+    return aligned(rows)
 
 
 def pull(arguments: Sequence[str]) -> None:
@@ -181,7 +181,7 @@ def connect(arguments: Sequence[str]) -> None:
     print(setup.text(server))
     if write:
         print()
-        _write(setup, lambda: yes or _agreed())
+        _write(setup, lambda: yes or agreed("Write this?", remedy="add --yes to write"))
 
 
 def _write(setup: ClientSetup, confirm: Callable[[], bool]) -> None:
@@ -194,16 +194,6 @@ def _write(setup: ClientSetup, confirm: Callable[[], bool]) -> None:
     print(change.diff())
     copy = write_change(change, confirm)
     print(f"{change.path} is written" + (f"; the old one is {copy}" if copy else ""))
-
-
-def _agreed() -> bool:
-    """Ask on the terminal. Raises SettingsError where there is none."""
-    if not sys.stdin.isatty():
-        raise SettingsError("there is no terminal to ask on; add --yes to write")
-    try:
-        return input("Write this? [y/N] ").strip().lower() in ("y", "yes")
-    except EOFError:
-        return False
 
 
 def replay(arguments: Sequence[str]) -> None:
@@ -222,6 +212,41 @@ def replay(arguments: Sequence[str]) -> None:
         raise SettingsError(str(error)) from None
 
 
+def completion(arguments: Sequence[str]) -> None:
+    """Print the script that has a shell complete all this."""
+    parser = Arguments(
+        "completion",
+        "Print a script for a shell, which then completes commands and options with Tab. For "
+        "bash, put this line into ~/.bashrc: source <(mlxsrv completion bash)",
+        operands="SHELL",
+    )
+    parser.add_argument("shell", metavar="SHELL", choices=[*SHELLS], help="bash, zsh or fish.")
+    shell = parser.read(arguments)["shell"]
+    words = {
+        "connect": (*CLIENTS,),
+        "run": (*runnable(),),
+        "service": ACTIONS,
+        "completion": (*SHELLS,),
+    }
+    commands = [
+        CompletedCommand(name, command.does, _flags(command), words.get(name, ()))
+        for name, command in COMMANDS.items()
+    ]
+    print(completion_script(shell, commands, "serve"), end="")
+
+
+def _flags(command: Command) -> list[str]:
+    """The options of a command, as its help shows them."""
+    for flag in ("--help-all", "--help"):
+        shown = io.StringIO()
+        with suppress(SettingsError, SystemExit), redirect_stdout(shown):
+            command.run([flag])
+        options = re.findall(r"^  (-.+?)(?:  |$)", shown.getvalue(), re.MULTILINE)
+        if options:
+            return [flag for option in options for flag in re.findall(r"--[\w-]+", option)]
+    return []
+
+
 class Command(NamedTuple):
     """A command, and the line in the help of `mlxsrv` that says what it does.
 
@@ -235,10 +260,19 @@ class Command(NamedTuple):
 COMMANDS: Final[Mapping[str, Command]] = MappingProxyType(
     {
         "serve": Command(run_server, "serve models; mlxsrv without a command does the same"),
-        "models": Command(models, "list the models that would be served, and why not others"),
-        "pull": Command(pull, "download a model"),
+        "chat": Command(chat, "chat with a model in the terminal"),
+        "run": Command(run_agent, "run a coding agent: codex, claude, opencode and others"),
         "connect": Command(connect, "set up a client: codex, claude, opencode and others"),
+        "models": Command(models, "list the models that would be served, and why not others"),
+        "recommend": Command(recommend, "list models that fit into this machine's memory"),
+        "pull": Command(pull, "download a model"),
+        "rm": Command(rm, "remove a model that was downloaded"),
+        "ps": Command(ps, "show the models, requests and memory of a running server"),
+        "stop": Command(stop, "stop a running server"),
+        "service": Command(service, "run the server at each login: install, uninstall, status"),
+        "doctor": Command(doctor, "check what a server needs on this machine"),
         "replicas": Command(replicas, "serve with several processes, under Ray Serve"),
         "replay": Command(replay, "run a record of a server again, for a bug report"),
+        "completion": Command(completion, "complete all this in bash, zsh or fish"),
     }
 )

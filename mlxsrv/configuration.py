@@ -37,7 +37,7 @@ def settings_from(flags: dict[str, Any], environ: Mapping[str, str] = os.environ
     """As `load_settings`, with flags that `Arguments` has read. Raises SettingsError."""
     if (first := flags.pop("first_model", None)) is not None:
         flags["model"] = [first, *(flags.get("model") or ())]
-    path = flags.pop("config", None) or environ.get(ENV_PREFIX + "CONFIG")
+    path = flags.get("config") or environ.get(ENV_PREFIX + "CONFIG")
     values = _from_file(path) if path else {}
     values |= _from_environment(environ)
     values |= _from_flags(flags)

@@ -37,6 +37,7 @@ FLOORS = {
     "connect": 6,
     "server": 7,
     "replicas": 8,
+    "terminal": 8,
     "commands": 9,
     "cli": 10,
     "__init__": 10,

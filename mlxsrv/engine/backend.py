@@ -1,4 +1,4 @@
-"""The MLX back end of this machine: whether there is one, its imports, and its memory.
+"""The MLX back end of this machine: whether there is one, and its imports.
 
 MLX is imported when a function here is called, not before: an app that is only imported does not
 pay for it.
@@ -6,18 +6,11 @@ pay for it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import suppress
 
 from mlxsrv.engine.patches.imports import patch_imports
 from mlxsrv.errors import BackendMissing
 
-SERVED_SHARE = 0.9
-"""Share of the working memory that models may take without `--memory-limit`; a step's arrays and
-free buffers need some, too."""
-
-_SHARE_OF_CARD = 0.9  # of a CUDA device; the driver, kernels and libraries need the rest
-_SHARE_OF_RAM = 5 / 6  # where MLX computes on the CPU; the system and the process need the rest
 _LEFT_OUT = ("resource_limit", "uuid", "pci_bus_id")
 
 
@@ -56,22 +49,3 @@ def describe_device() -> dict[str, str | int]:
         return {}
     described = {name: value for name, value in mx.device_info().items() if name not in _LEFT_OUT}
     return {"kind": mx.default_device().type.name, **described}
-
-
-def find_working_memory(device: Mapping[str, str | int], *, held: int, ram: int) -> int:
-    """The bytes that MLX can work in: those that Metal recommends; on CUDA most of the card, if
-    other processes leave as much; else most of the machine's memory.
-
-    Args:
-        device: what MLX's `device_info` returns.
-        held: bytes that MLX has taken, in use and free.
-        ram: bytes of the machine.
-    """
-    recommended = int(device.get("max_recommended_working_set_size", 0))
-    if recommended:
-        return recommended
-    total = int(device.get("total_memory", 0))
-    if total:
-        share = int(_SHARE_OF_CARD * total)
-        return min(share, int(device["free_memory"]) + held) if "free_memory" in device else share
-    return int(_SHARE_OF_RAM * ram)

@@ -11,7 +11,8 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mlxsrv.configuration import option_parser, settings_from
+from mlxsrv.arguments import command_arguments
+from mlxsrv.configuration import settings_from
 from mlxsrv.connect.address import NO_KEY, address_of
 from mlxsrv.connect.clients import CLIENTS
 from mlxsrv.connect.formats import new_text
@@ -25,16 +26,17 @@ from mlxsrv.terminal.starting import running_server
 def run_agent(arguments: Sequence[str]) -> int:
     """Run an agent until it ends, and return its exit status."""
     ours, theirs = _divide(arguments)
-    parser = option_parser(
+    parser = command_arguments(
         "run",
         "Run a coding agent that uses this server, with settings for this session only: nothing "
         "that you have set is changed. Uses the server that runs at the address of the options, "
         "else starts one and stops it at the end. What follows -- is for the agent.",
+        operands="AGENT [MODEL] [-- ARGUMENTS]",
     )
     parser.add_argument("client", metavar="AGENT", nargs="?")
     parser.add_argument("asked", metavar="MODEL", nargs="?", help="Model; else the default one.")
     parser.add_argument("--url", help="Address of the server, if not http://HOST:PORT.")
-    flags = vars(parser.parse_args(ours))
+    flags = parser.read(ours)
     client, asked, url = (flags.pop(name) for name in ("client", "asked", "url"))
     program = _program(client)
     settings = settings_from(flags)

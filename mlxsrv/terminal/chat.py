@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
-from mlxsrv.configuration import option_parser, settings_from
+from mlxsrv.arguments import command_arguments, did_you_mean
+from mlxsrv.configuration import settings_from
 from mlxsrv.options import SettingsError
 from mlxsrv.terminal.client import RequestFailed
 from mlxsrv.terminal.conversation import Conversation
@@ -24,15 +24,16 @@ _QUOTES = '"""'
 
 def chat(arguments: Sequence[str]) -> None:
     """Chat until the user ends it; from a pipe, answer what comes from it."""
-    parser = option_parser(
+    parser = command_arguments(
         "chat",
         "Chat with a model. Uses the server that runs at the address of the options, else starts "
         "one and stops it at the end. From a pipe it answers once: echo hi | mlxsrv chat.",
+        operands="[MODEL]",
     )
     parser.add_argument("asked", metavar="MODEL", nargs="?", help="Model; else the default one.")
     parser.add_argument("--url", help="Address of the server, if not http://HOST:PORT.")
     parser.add_argument("--system", metavar="TEXT", default="", help="System prompt.")
-    flags = vars(parser.parse_args(arguments))
+    flags = parser.read(arguments)
     asked, url, system = (flags.pop(name) for name in ("asked", "url", "system"))
     question = None if sys.stdin.isatty() else sys.stdin.read().strip()
     if question == "":
@@ -41,13 +42,13 @@ def chat(arguments: Sequence[str]) -> None:
         conversation = Conversation(client, "", system)
         described = conversation.choose(asked or "default")
         if question is None:
-            Dialogue(conversation).run(f"{described} at {client.url}")
+            ChatTerminal(conversation).run(f"{described} at {client.url}")
         else:
             conversation.ask(question, lambda _, text: print(text, end="", flush=True))
             print()
 
 
-class Dialogue:
+class ChatTerminal:
     """Questions of the user and answers of the model, in turn."""
 
     def __init__(self, conversation: Conversation) -> None:
@@ -107,9 +108,8 @@ class Dialogue:
         name, _, rest = text.partition(" ")
         command = _COMMANDS.get(name)
         if command is None:
-            near = difflib.get_close_matches(name, _COMMANDS, n=1)
-            hint = f"did you mean {near[0]}?" if near else "/help lists the commands"
-            print(f"There is no command {name}; {hint}")
+            near = did_you_mean(name, _COMMANDS) or "; /help lists the commands"
+            print(f"There is no command {name}{near}")
             return
         command[1](self, rest.strip())
 
@@ -141,7 +141,7 @@ class Dialogue:
         print(f"{self._conversation.model} reads text only: no model of this server sees images.")
 
     def _clear(self, _: str) -> None:
-        self._conversation.forget()
+        self._conversation.drop_turns()
         print("The conversation begins anew.")
 
     def _help(self, _: str) -> None:
@@ -153,22 +153,22 @@ class Dialogue:
         self._open = False
 
 
-_COMMANDS: Final[Mapping[str, tuple[str, Callable[[Dialogue, str], None]]]] = MappingProxyType(
+_COMMANDS: Final[Mapping[str, tuple[str, Callable[[ChatTerminal, str], None]]]] = MappingProxyType(
     {
-        "/model": ("List the models; with a name: use that one.", Dialogue._model),
+        "/model": ("List the models; with a name: use that one.", ChatTerminal._model),
         "/system": (
             "Show the system prompt; with a text: set it; none: have none.",
-            Dialogue._system,
+            ChatTerminal._system,
         ),
         "/set": (
             "Show what is set; with a name and a value: set it, as in /set temperature 0.2; with "
             "a name alone: leave it to the model.",
-            Dialogue._set,
+            ChatTerminal._set,
         ),
-        "/image": ("Show the model an image.", Dialogue._image),
-        "/clear": ("Forget the conversation.", Dialogue._clear),
-        "/help": ("List the commands.", Dialogue._help),
-        "/exit": ("End the chat.", Dialogue._exit),
+        "/image": ("Show the model an image.", ChatTerminal._image),
+        "/clear": ("Forget the conversation.", ChatTerminal._clear),
+        "/help": ("List the commands.", ChatTerminal._help),
+        "/exit": ("End the chat.", ChatTerminal._exit),
     }
 )
 

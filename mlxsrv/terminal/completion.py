@@ -11,7 +11,7 @@ import msgspec
 
 
 class CompletedCommand(msgspec.Struct, frozen=True):
-    """What a shell may write of one command.
+    """A command as a shell completes it.
 
     Attributes:
         does: one line about it.

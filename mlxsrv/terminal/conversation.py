@@ -26,7 +26,7 @@ class Conversation:
         self._client = client
         self._turns: list[dict[str, str]] = []
 
-    def forget(self) -> None:
+    def drop_turns(self) -> None:
         """Forget all turns; the settings stay."""
         self._turns.clear()
 

@@ -19,13 +19,10 @@ from typing import Final, Literal
 import msgspec
 from huggingface_hub import constants
 
-from mlxsrv.configuration import option_parser, settings_from
-from mlxsrv.engine.backend import (
-    SERVED_SHARE,
-    describe_device,
-    find_working_memory,
-    require_backend,
-)
+from mlxsrv.arguments import command_arguments
+from mlxsrv.configuration import settings_from
+from mlxsrv.engine.backend import describe_device, require_backend
+from mlxsrv.engine.working_memory import SERVED_SHARE, find_working_memory
 from mlxsrv.errors import BackendMissing
 from mlxsrv.models.catalogue.catalogue import Catalogue
 from mlxsrv.settings import Settings
@@ -62,23 +59,22 @@ class Finding(msgspec.Struct, frozen=True):
     text: str
 
 
-def doctor(arguments: Sequence[str]) -> None:
-    """Print what is found. Raises RequestFailed if something is wrong."""
-    parser = option_parser(
+def doctor(arguments: Sequence[str]) -> int:
+    """Print what is found. Returns 1 if something is wrong."""
+    parser = command_arguments(
         "doctor",
         "Check what a server with these options needs on this machine: MLX's back end, memory, "
         "disk, port, models, the hub, and one answer of the demo model.",
     )
-    settings = settings_from(vars(parser.parse_args(arguments)))
+    settings = settings_from(parser.read(arguments))
     faults = 0
     for check in _CHECKS:
         for finding in check(settings):
             mark = {"ok": "ok   ", "note": "note ", "fault": "FAULT"}[finding.state]
             print(f"{mark}  {finding.text}", flush=True)
             faults += finding.state == "fault"
-    if faults:
-        raise RequestFailed(f"{faults} {'fault' if faults == 1 else 'faults'}, told above")
-    print("All is well.")
+    print("All is well." if not faults else "What is marked FAULT needs you.")
+    return 1 if faults else 0
 
 
 def _software(_: Settings) -> Iterator[Finding]:

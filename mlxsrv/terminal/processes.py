@@ -33,7 +33,7 @@ class ListeningProcess(msgspec.Struct, frozen=True):
         """Whether it is `mlxsrv` or `python -m mlxsrv`, not a program that mounts the app."""
         return re.search(r"(^|[\s/])(-m )?mlxsrv(\s|$)", self.command) is not None
 
-    def end(self) -> None:
+    def end_and_wait(self) -> None:
         """Ask it to end, and wait until it has."""
         with suppress(ProcessLookupError):
             if hasattr(os, "pidfd_open"):

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import msgspec
 
-from mlxsrv.configuration import option_parser, settings_from
-from mlxsrv.engine.backend import SERVED_SHARE, describe_device, find_working_memory
+from mlxsrv.arguments import command_arguments
+from mlxsrv.configuration import settings_from
+from mlxsrv.engine.backend import describe_device
+from mlxsrv.engine.working_memory import SERVED_SHARE, find_working_memory
 from mlxsrv.options import SettingsError
 from mlxsrv.settings import options
 from mlxsrv.terminal.screen import aligned, sized
@@ -54,7 +56,7 @@ def known_models() -> list[KnownModel]:
 
 def recommend(arguments: Sequence[str]) -> None:
     """Print the largest models that fit, and the context that each would have."""
-    parser = option_parser(
+    parser = command_arguments(
         "recommend",
         "List models that fit into the memory of this machine, the largest first, with the "
         "context that one request has beside them. Nothing is downloaded.",
@@ -62,7 +64,7 @@ def recommend(arguments: Sequence[str]) -> None:
     parser.add_argument(
         "--memory", metavar="SIZE", help="Memory of another Mac, such as 64GB, instead of this one."
     )
-    flags = vars(parser.parse_args(arguments))
+    flags = parser.read(arguments)
     memory = flags.pop("memory")
     settings = settings_from(flags)
     limit = settings.memory_limit or int(SERVED_SHARE * _working_memory(memory))

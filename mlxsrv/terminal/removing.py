@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from typing import Any
 
+from mlxsrv.arguments import Arguments
 from mlxsrv.errors import ModelNotFound
 from mlxsrv.models.catalogue.hub_cache import Repository
 from mlxsrv.options import SettingsError
@@ -14,21 +14,22 @@ from mlxsrv.terminal.screen import agreed, sized
 
 def rm(arguments: Sequence[str]) -> None:
     """Remove a model's files once the user has seen how many bytes that frees."""
-    parser = argparse.ArgumentParser(
-        prog="mlxsrv rm",
-        description="Remove a model from the Hugging Face cache, all revisions of it or one. "
-        "Files that another revision needs stay.",
+    parser = Arguments(
+        "rm",
+        "Remove a model from the Hugging Face cache, all revisions of it or one. Files that "
+        "another revision needs stay.",
+        operands="ORG/NAME[@REVISION]",
     )
-    parser.add_argument("repository", metavar="ORG/NAME[@REVISION]")
+    parser.add_argument("repository", metavar="ORG/NAME[@REVISION]", help="The model in the cache.")
     parser.add_argument("--yes", action="store_true", help="Remove it without asking.")
-    asked = parser.parse_args(arguments)
+    asked = parser.read(arguments)
     try:
-        repository = Repository.parse(asked.repository)
+        repository = Repository.parse(asked["repository"])
     except ValueError as error:
         raise SettingsError(str(error)) from None
     strategy = _plan(repository)
     freed = sized(strategy.expected_freed_size)
-    if not asked.yes and not agreed(
+    if not asked["yes"] and not agreed(
         f"Remove {repository} from the Hugging Face cache, {freed}?", remedy="add --yes to remove"
     ):
         raise SettingsError(f"{repository} stays")

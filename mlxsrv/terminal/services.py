@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlxsrv.configuration import option_parser, settings_from
+from mlxsrv.arguments import add_model, command_arguments
+from mlxsrv.configuration import settings_from
 from mlxsrv.connect.writing import plan_text, write_change
 from mlxsrv.options import SettingsError
 from mlxsrv.settings import Settings, options
@@ -22,19 +23,21 @@ from mlxsrv.terminal.units import Steps, Unit, unit
 _HUB_VARIABLES = ("HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "HF_HUB_OFFLINE", "XDG_CACHE_HOME")
 """They say where models are. A token is no part of it: `hf auth login` keeps one in a file."""
 
-_ACTIONS = ("install", "uninstall", "status")
+ACTIONS = ("install", "uninstall", "status")
 
 
 def service(arguments: Sequence[str]) -> None:
     """Install the service, take it away, or say how it is."""
-    parser = option_parser(
+    parser = command_arguments(
         "service",
         "Run the server as a service of yours: of launchd on macOS, of systemd on Linux. ACTION is "
         "install, uninstall or status. The options are those that the server shall have.",
+        operands="ACTION [MODEL]",
     )
-    parser.add_argument("action", metavar="ACTION", choices=_ACTIONS)
+    parser.add_argument("action", metavar="ACTION", choices=ACTIONS)
+    add_model(parser)
     parser.add_argument("--yes", action="store_true", help="Do it without asking.")
-    flags = vars(parser.parse_args(arguments))
+    flags = parser.read(arguments)
     action, yes = flags.pop("action"), flags.pop("yes")
     settings = settings_from(flags)
     described = unit(

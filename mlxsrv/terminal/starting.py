@@ -65,7 +65,7 @@ class StartedServer:
         why = said[-1].removeprefix("mlxsrv: ") if said else "\n".join(self._lines)
         return RequestFailed(why or f"the server ended with status {status}")
 
-    def stop(self, grace: float) -> None:
+    def stop_within(self, grace: float) -> None:
         """End it, and wait until it has ended."""
         self._process.terminate()
         try:
@@ -124,7 +124,7 @@ def running_server(
                 raise started.failure() from None
             raise
         finally:
-            started.stop(settings.shutdown_grace)
+            started.stop_within(settings.shutdown_grace)
 
 
 def as_arguments(flags: Mapping[str, Any]) -> list[str]:

@@ -6,7 +6,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from mlxsrv.configuration import option_parser, settings_from
+from mlxsrv.arguments import command_arguments
+from mlxsrv.configuration import settings_from
 from mlxsrv.options import SettingsError
 from mlxsrv.terminal.client import RequestFailed, client_of
 from mlxsrv.terminal.processes import ListeningProcess, listening_process
@@ -15,13 +16,13 @@ from mlxsrv.terminal.screen import aligned, sized
 
 def ps(arguments: Sequence[str]) -> None:
     """Print the models, requests and memory of a running server."""
-    parser = option_parser(
+    parser = command_arguments(
         "ps",
         "Show a running server: its models, running and waiting requests, and memory.",
     )
     parser.add_argument("--url", help="Address of the server, if not http://HOST:PORT.")
     parser.add_argument("--json", action="store_true", help="Print /health?verbose=1 as it is.")
-    flags = vars(parser.parse_args(arguments))
+    flags = parser.read(arguments)
     url, as_json = flags.pop("url"), flags.pop("json")
     client = client_of(settings_from(flags), url)
     state = client.health(verbose=True)
@@ -62,17 +63,17 @@ def _row(model: Mapping[str, Any]) -> tuple[str, ...]:
 
 def stop(arguments: Sequence[str]) -> None:
     """End the server that listens at this machine's port, as SIGTERM does."""
-    parser = option_parser(
+    parser = command_arguments(
         "stop",
         "Stop the server of this user that listens on --port of this machine. Running requests "
         "may finish, for at most its --shutdown-grace seconds.",
     )
-    settings = settings_from(vars(parser.parse_args(arguments)))
+    settings = settings_from(parser.read(arguments))
     if settings.port == 0:
         raise SettingsError("port 0 is any free one; give the --port of the server")
     process = _server_process(settings.port)
     print(f"Stopping the server on port {settings.port} (process {process.pid}).", flush=True)
-    process.end()
+    process.end_and_wait()
     print("It has stopped.")
 
 

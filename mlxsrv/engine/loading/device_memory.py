@@ -10,8 +10,8 @@ import os
 import mlx.core as mx
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
-from mlxsrv.engine.backend import find_working_memory
 from mlxsrv.engine.events import Report
+from mlxsrv.engine.working_memory import find_working_memory
 
 _SHARE_CACHED = 0.05  # half of what `--memory-limit` leaves by default
 

@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from mlxsrv.engine.backend import SERVED_SHARE
 from mlxsrv.engine.client import EngineClient
 from mlxsrv.engine.faults import describe_error, survivable
 from mlxsrv.engine.recording.recorder import Recording
+from mlxsrv.engine.working_memory import SERVED_SHARE
 from mlxsrv.errors import (
     InsufficientMemory,
     ModelNotLoaded,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
-from mlxsrv.engine.backend import describe_device, find_working_memory
+from mlxsrv.engine.backend import describe_device
 from mlxsrv.engine.loading.device_memory import working_memory
+from mlxsrv.engine.working_memory import find_working_memory
 
 GIB = 1024**3
 
