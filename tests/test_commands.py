@@ -98,7 +98,7 @@ def test_models_are_listed_as_json(run: Run, folder: Path) -> None:
 
 def test_nothing_is_loaded_to_list_models(folder: Path) -> None:
     code = (
-        "import sys; from mlxsrv.commands import models;"
+        "import sys; from mlxsrv.terminal.listing import models;"
         f"models(['--models-dir', {str(folder)!r}]); assert 'mlx.core' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], env=environment(), check=True, timeout=60)

@@ -33,16 +33,17 @@ def run_agent(arguments: Sequence[str]) -> int:
         "else starts one and stops it at the end. What follows -- is for the agent.",
         operands="AGENT [MODEL] [-- ARGUMENTS]",
     )
-    parser.add_argument("client", metavar="AGENT", nargs="?")
+    agents = ", ".join(runnable())
+    parser.add_argument("client", metavar="AGENT", nargs="?", help=f"One of: {agents}.")
     parser.add_argument("asked", metavar="MODEL", nargs="?", help="Model; else the default one.")
     parser.add_argument("--url", help="Address of the server, if not http://HOST:PORT.")
     flags = parser.read(ours)
     client, asked, url = (flags.pop(name) for name in ("client", "asked", "url"))
     program = _program(client)
     settings = settings_from(flags)
-    with running_server(settings, flags, url=url, model=asked) as server:
+    with running_server(settings, flags, url=url, model=asked) as (server, name):
         key = bool(settings.api_key or settings.api_key_file)
-        address = address_of(server.url, server.model(asked or "default"), key=key)
+        address = address_of(server.url, server.model(name), key=key)
         setup = CLIENTS[client](address)
         print(f"mlxsrv: {setup.title} with {address.model} at {server.url}", file=sys.stderr)
         for warning in address.warnings:
@@ -77,7 +78,9 @@ def _program(client: str | None) -> str:
         raise SettingsError(f"{wrong}; there are: {', '.join(agents)}")
     program = shutil.which(agents[client])
     if program is None:
-        raise SettingsError(f"{agents[client]!r}, the program of {client}, is not installed here")
+        raise SettingsError(
+            f"{client} is not installed here: there is no program {agents[client]!r}"
+        )
     return program
 
 

@@ -38,9 +38,9 @@ def chat(arguments: Sequence[str]) -> None:
     question = None if sys.stdin.isatty() else sys.stdin.read().strip()
     if question == "":
         raise SettingsError("nothing to answer: write something into the pipe")
-    with running_server(settings_from(flags), flags, url=url, model=asked) as client:
+    with running_server(settings_from(flags), flags, url=url, model=asked) as (client, name):
         conversation = Conversation(client, "", system)
-        described = conversation.choose(asked or "default")
+        described = conversation.choose(name)
         if question is None:
             ChatTerminal(conversation).run(f"{described} at {client.url}")
         else:

@@ -91,26 +91,23 @@ def _spaced(words: Iterable[str]) -> str:
 
 
 def _fish(commands: Sequence[CompletedCommand], default: CompletedCommand) -> str:
-    names = _spaced(each.name for each in commands)
     lines = ["# Completion of mlxsrv in fish: mlxsrv completion fish | source"]
+    begun = _spaced(each.name for each in commands)
     for each in commands:
-        begun = f"'__fish_seen_subcommand_from {each.name}'"
         lines.append(
-            f"complete -c mlxsrv -f -n 'not __fish_seen_subcommand_from {names}' "
+            f"complete -c mlxsrv -f -n 'not __fish_seen_subcommand_from {begun}' "
             f"-a {each.name} -d {quote(each.does)}"
         )
         if each.words:
-            lines.append(f"complete -c mlxsrv -f -n {begun} -a {quote(_spaced(each.words))}")
-        lines += [f"complete -c mlxsrv -n {begun} {_fish_flag(flag)}" for flag in each.flags]
-    lines += [
-        f"complete -c mlxsrv -n 'not __fish_seen_subcommand_from {names}' {_fish_flag(flag)}"
-        for flag in default.flags
-    ]
+            here = f"'__fish_seen_subcommand_from {each.name}'"
+            lines.append(f"complete -c mlxsrv -f -n {here} -a {quote(_spaced(each.words))}")
+    for flag in dict.fromkeys(flag for each in commands for flag in each.flags):
+        # Without a command the default one is meant, so its flags are for all but a few.
+        general = flag in default.flags
+        those = _spaced(each.name for each in commands if (flag in each.flags) != general)
+        seen = f"{'not ' if general else ''}__fish_seen_subcommand_from {those}"
+        lines.append(f"complete -c mlxsrv -n '{seen}' -l {flag[2:]}")
     return "\n".join(lines) + "\n"
-
-
-def _fish_flag(flag: str) -> str:
-    return f"-l {flag[2:]}" if flag.startswith("--") else f"-s {flag[1:]}"
 
 
 _Script = Callable[[Sequence[CompletedCommand], CompletedCommand], str]

@@ -158,6 +158,9 @@ def _models(settings: Settings) -> Iterator[Finding]:
     catalogue.scan()
     fine = [entry.name for entry in catalogue if entry.problem is None]
     yield Finding("ok", f"models: {', '.join(fine)}")
+    default = catalogue.known(None)
+    if default is not None and default.problem is None and default.description is None:
+        yield Finding("note", f"{default.name} is not here: the server downloads it when it starts")
     for entry in catalogue:
         if entry.problem is not None:
             state: Literal["fault", "note"] = "fault" if entry.name == catalogue.default else "note"
@@ -185,9 +188,9 @@ def _generation(_: Settings) -> Iterator[Finding]:
     began = time.monotonic()
     try:
         flags = {"model": ["demo"], "hf_cache": False}
-        with running_server(Settings(port=0), flags, url=None) as client:
+        with running_server(Settings(port=0), flags, url=None) as (client, name):
             started = time.monotonic()
-            body = {"model": "demo", "messages": [{"role": "user", "content": _QUESTION}]}
+            body = {"model": name, "messages": [{"role": "user", "content": _QUESTION}]}
             with client.chat(body) as stream:
                 pieces.extend(text for _, text in stream)
     except RequestFailed as error:

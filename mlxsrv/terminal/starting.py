@@ -90,14 +90,14 @@ class StartedServer:
 @contextmanager
 def running_server(
     settings: Settings, flags: Mapping[str, Any], *, url: str | None, model: str | None = None
-) -> Iterator[ServerClient]:
+) -> Iterator[tuple[ServerClient, str]]:
     """The server at the address of the settings; where none runs, one that is started with these
-    options and stopped at the end. It is ready.
+    options and stopped at the end. It is ready. Then the name of the model to ask.
 
     Args:
         flags: the options that the settings are made of, as they were given.
         url: an address where a server must run already.
-        model: the model that the command wants; one that is started has it as its default.
+        model: the model that the command names; else it is that of `--model`, or the default one.
 
     Raises:
         RequestFailed: there is no server, or it cannot load its model.
@@ -106,7 +106,8 @@ def running_server(
         client = client_of(settings, url)
         if url is not None or client.is_there():
             _wait_until_ready(client)
-            yield client
+            flagged = (flags.get("model") or ["default"])[0]
+            yield client, model or flagged.partition("=")[0]
             return
     arguments = as_arguments(flags)
     if model is not None:
@@ -118,7 +119,7 @@ def running_server(
             client = client_of(settings, started.url())
             _wait_until_ready(client, started)
             line.clear()
-            yield client
+            yield client, model or "default"
         except RequestFailed:
             if started.has_ended:
                 raise started.failure() from None
