@@ -12,10 +12,11 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from mlxsrv.engine.patches.imports import patch_imports
+from tests.support.commands import run
 from tests.support.effort import EFFORT, examples
 from tests.support.fixtures import client, folders, model_folder, narrow, near_sandbox, server
 
-__all__ = ["client", "folders", "model_folder", "narrow", "near_sandbox", "server"]
+__all__ = ["client", "folders", "model_folder", "narrow", "near_sandbox", "run", "server"]
 
 # A shared machine may stop for a moment at any example, so none has a deadline. A change is judged
 # by the same examples each time; only long runs look for others.
@@ -39,7 +40,7 @@ gc.disable()  # until all tests are collected: imports make no garbage
 
 _TESTS = Path(__file__).parent
 _SERVED = {
-    *("web", "server", "engine/patches"),
+    *("web", "server", "terminal", "engine/patches"),
     *("test_docs_examples.py", "test_commands.py", "test_fuzz.py"),
 }
 """Folders and files whose tests need sockets or processes, or take long."""

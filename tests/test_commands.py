@@ -9,27 +9,16 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
-from huggingface_hub import constants
 
-from mlxsrv.cli import main
 from mlxsrv.commands import COMMANDS
 from mlxsrv.version import __version__
+from tests.support.commands import Done, Run
 from tests.support.serving import environment
 from tests.support.tiny import write_model
-
-
-class Done(NamedTuple):
-    """As subprocess.run tells it."""
-
-    returncode: int | str | None
-    stdout: str
-    stderr: str
 
 
 def run_process(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -40,27 +29,6 @@ def run_process(*arguments: str, **variables: str) -> subprocess.CompletedProces
         text=True,
         timeout=60,
     )
-
-
-Run = Callable[..., Done]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs a command in this process."""
-    for name in os.environ.keys() - environment().keys():
-        monkeypatch.delenv(name)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", environment()["HF_HUB_CACHE"])
-
-    def run(*arguments: str, **variables: str) -> Done:
-        with monkeypatch.context() as patched:
-            for name, value in variables.items():
-                patched.setenv(name, value)
-            with pytest.raises(SystemExit) as end:
-                main(arguments)
-        return Done(end.value.code, *capsys.readouterr())
-
-    return run
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,6 @@ from mlxsrv.connect.formats import new_text
 from mlxsrv.connect.setup import FILE, KEY, ClientSetup, Session
 from mlxsrv.connect.url import KEY_VARIABLE
 from mlxsrv.options import SettingsError
-from mlxsrv.settings import Settings
 from mlxsrv.terminal.starting import running_server
 
 
@@ -40,15 +39,13 @@ def run_agent(arguments: Sequence[str]) -> int:
     flags = parser.read(ours)
     client, asked, url = (flags.pop(name) for name in ("client", "asked", "url"))
     program = _program(client)
-    settings = settings_from(flags)
-    with running_server(settings, flags, url=url, model=asked) as (server, name):
-        key = bool(settings.api_key or settings.api_key_file)
-        address = address_of(server.url, server.model(name), key=key)
+    with running_server(settings_from(flags), flags, url=url, model=asked) as (server, name):
+        address = address_of(server.url, server.model(name), key=server.key is not None)
         setup = CLIENTS[client](address)
         print(f"mlxsrv: {setup.title} with {address.model} at {server.url}", file=sys.stderr)
         for warning in address.warnings:
             print(f"mlxsrv: {warning}", file=sys.stderr)
-        return _run(program, setup, settings, theirs)
+        return _run(program, setup, server.key, theirs)
 
 
 def _divide(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
@@ -84,7 +81,7 @@ def _program(client: str | None) -> str:
     return program
 
 
-def _run(program: str, setup: ClientSetup, settings: Settings, arguments: Sequence[str]) -> int:
+def _run(program: str, setup: ClientSetup, key: str | None, arguments: Sequence[str]) -> int:
     assert setup.session is not None
     with tempfile.TemporaryDirectory(prefix="mlxsrv-") as folder:
         file = ""
@@ -92,7 +89,6 @@ def _run(program: str, setup: ClientSetup, settings: Settings, arguments: Sequen
             path = Path(folder, Path(setup.file.name).name)
             path.write_text(new_text(setup.file.format, setup.file.content), "utf-8")
             file = str(path)
-        key = settings.api_key[0] if settings.api_key else None
         before = signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is for the agent
         try:
             first = [each.replace(FILE, file) for each in setup.session.arguments]

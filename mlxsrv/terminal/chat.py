@@ -63,8 +63,9 @@ class ChatTerminal:
         _complete(_COMMANDS)
         while self._open:
             try:
-                self._obey(_read())
-                self._warned = False
+                if text := _read().strip():
+                    self._warned = False
+                    self._obey(text)
             except EOFError:
                 print()
                 return
@@ -76,8 +77,6 @@ class ChatTerminal:
                 print(dim("Press Ctrl-C again, or Ctrl-D, to end the chat."))
 
     def _obey(self, text: str) -> None:
-        if not text.strip():
-            return
         try:
             if text.startswith("/"):
                 self._command(text)

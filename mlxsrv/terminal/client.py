@@ -37,7 +37,7 @@ class ServerClient:
 
     def __init__(self, url: str, key: str | None = None) -> None:
         self.url = url
-        self._key = key
+        self.key = key
 
     def is_there(self) -> bool:
         """Whether a server of this kind answers at the address."""
@@ -97,8 +97,8 @@ class ServerClient:
         kind = HTTPSConnection if place.scheme == "https" else HTTPConnection
         connection = kind(place.netloc, timeout=patience)
         headers = {"Content-Type": "application/json"}
-        if self._key is not None:
-            headers["Authorization"] = f"Bearer {self._key}"
+        if self.key is not None:
+            headers["Authorization"] = f"Bearer {self.key}"
         try:
             connection.request(
                 method, place.path + path, None if body is None else json.dumps(body), headers

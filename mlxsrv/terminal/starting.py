@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn
 
+from mlxsrv.connect.url import KEY_VARIABLE
 from mlxsrv.settings import Settings, options
 from mlxsrv.terminal.client import RequestFailed, ServerClient, client_of
 from mlxsrv.terminal.screen import StatusLine
@@ -30,9 +33,10 @@ class StartedServer:
 
     Args:
         arguments: options for it.
+        key: that its clients must have, unless the options say another.
     """
 
-    def __init__(self, arguments: Sequence[str]) -> None:
+    def __init__(self, arguments: Sequence[str], key: str) -> None:
         own = ("--host", "127.0.0.1", "--port", "0", "--log-format", "json", "--log-level", "info")
         # In a group of its own: Ctrl-C is for this command, which may want the server to live on.
         self._process = subprocess.Popen(
@@ -41,6 +45,7 @@ class StartedServer:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             process_group=0,
+            env={**os.environ, KEY_VARIABLE: key},
         )
         self._lines: deque[str] = deque(maxlen=20)
         self._url: str | None = None
@@ -114,9 +119,11 @@ def running_server(
         arguments += ["--model", _as_option(settings, model)]
     with _ended_by_signals(), StatusLine() as line:
         line.show("starting a server")
-        started = StartedServer(arguments)
+        # With a key, it is for this command alone.
+        key = settings.api_key[0] if settings.api_key else secrets.token_urlsafe()
+        started = StartedServer(arguments, key)
         try:
-            client = client_of(settings, started.url())
+            client = ServerClient(started.url(), key)
             _wait_until_ready(client, started)
             line.clear()
             yield client, model or "default"

@@ -224,14 +224,14 @@ def run(tmp_path: Path) -> Iterator[Callable[[Agent, Format], Run]]:
     file.write_text("The colour is blue.\n")
     variables = {
         "HOME": str(tmp_path / "home"),
-        "PATH": os.environ["PATH"],
+        "PATH": f"{AGENTS}:{os.environ['PATH']}",
         "MLXSRV_API_KEY": KEY,
     }
     # Nothing listens there: what an agent asks of other servers fails at once.
     proxies = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
     servers: list[Any] = []
 
-    def run(agent: Agent, format: Format) -> Run:
+    def run(agent: Agent, format: Format, session: bool = False) -> Run:
         folder = tmp_path / "server"
         model = write_turns(
             folder / "model",
@@ -244,14 +244,17 @@ def run(tmp_path: Path) -> Iterator[Callable[[Agent, Format], Run]]:
         formats = ("--tool-format", format.name, "--thinking-format", format.thoughts)
         servers.append(serving(folder, *options, *formats, "--metrics"))
         server: Server = servers[-1].__enter__()
-        connect = [sys.executable, "-m", "mlxsrv", "connect", agent.client, *options]
-        subprocess.run(
-            [*connect, "--url", server.url, "--write", "--yes"],
-            env={**environment(), **variables},
-            check=True,
-            timeout=60,
-        )
+        ours = [sys.executable, "-m", "mlxsrv", "run" if session else "connect", agent.client]
         command = [str(AGENTS / agent.command[0]), *agent.command[1:], ASKED]
+        if session:
+            command = [*ours, "--url", server.url, "--", *command[1:]]
+        else:
+            subprocess.run(
+                [*ours, *options, "--url", server.url, "--write", "--yes"],
+                env={**environment(), **variables},
+                check=True,
+                timeout=60,
+            )
         proxied = {**proxies, "NO_PROXY": "127.0.0.1"} if agent.proxied else {}
         output = run_in_group(command, file.parent, variables | proxied)
         return Run(
@@ -296,3 +299,16 @@ def test_an_agent_reads_a_file_changes_it_and_answers(
     assert {request["status"] for request in done.requests} == {200}
     # Later turns have all of the earlier ones before them, and only what is new is read.
     assert done.read < 1.3 * max(done.prompts)
+
+
+@pytest.mark.parametrize(
+    "agent", [CODEX, OPENCODE, CLAUDE, QWEN_CODE], ids=lambda agent: agent.client
+)
+def test_an_agent_works_with_settings_for_one_session(
+    agent: Agent, run: Callable[..., Run]
+) -> None:
+    """`mlxsrv run` starts it; nothing is written for it."""
+    done = run(agent, JSON, session=True)
+    assert done.file == "The colour is green.\n", done.output
+    assert ANSWER in done.output
+    assert {request["status"] for request in done.requests} == {200}

@@ -1,0 +1,304 @@
+"""`mlxsrv chat`, `ps` and `stop` with real servers; the chat on a terminal of its own."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import re
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import urlsplit
+
+import pytest
+
+from mlxsrv.settings import Settings
+from mlxsrv.terminal.client import RequestFailed
+from mlxsrv.terminal.processes import listening_process
+from mlxsrv.terminal.starting import running_server
+from tests.support.commands import Run
+from tests.support.serving import PATIENCE, Server, environment, serving
+
+ABOUT_ITSELF = "I am the small demo model"
+KEY = "sesame"
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Wants a key."""
+    options = ("--no-hf-cache", "--api-key", KEY)
+    with serving(tmp_path_factory.mktemp("server"), *options) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+    """All commands have it."""
+    monkeypatch.setenv("MLXSRV_API_KEY", KEY)
+
+
+def pipe(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+
+
+ON_A_TERMINAL = """
+import fcntl, runpy, signal, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+runpy.run_module("mlxsrv", run_name="__main__", alter_sys=True)
+"""
+"""`python -m mlxsrv` where Ctrl-C is for it, also if a shell runs the tests in its background."""
+
+
+class Terminal:
+    """The terminal of a process.
+
+    Args:
+        descriptor: its other end.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], descriptor: int) -> None:
+        self._process = process
+        self._descriptor = descriptor
+        self._unread = ""
+
+    def write(self, text: str) -> None:
+        os.write(self._descriptor, text.encode())
+
+    def until(self, text: str) -> str:
+        """What the process writes until it has written the text."""
+        deadline = time.monotonic() + PATIENCE
+        while text not in self._unread:
+            ready, _, _ = select.select([self._descriptor], [], [], deadline - time.monotonic())
+            assert ready, self._unread
+            self._unread += os.read(self._descriptor, 1 << 16).decode()
+        before, _, self._unread = self._unread.partition(text)
+        return before
+
+    def answer(self, line: str) -> str:
+        """Write a line, and return what comes until the next prompt."""
+        self.write(line + "\n")
+        return self.until("\n>>> ").partition("\n")[2]
+
+    def status(self) -> int:
+        """Read to the end, and return the exit status."""
+        try:
+            while os.read(self._descriptor, 1 << 16):
+                pass
+        except OSError:  # Linux, once nobody has the terminal
+            pass
+        return self._process.wait(PATIENCE)
+
+
+@contextmanager
+def terminal(*arguments: str) -> Iterator[Terminal]:
+    """`python -m mlxsrv` on a terminal."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", ON_A_TERMINAL, *arguments],
+        env=environment() | {"TERM": "xterm", "NO_COLOR": "1", "MLXSRV_API_KEY": KEY},
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+    )
+    os.close(theirs)
+    try:
+        yield Terminal(process, ours)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+
+
+def test_a_chat_on_a_terminal(demo: Server) -> None:
+    with terminal("chat", "--url", demo.url) as chat:
+        begun = chat.until(">>> ")
+        assert f"demo, 4,096 tokens of context at {demo.url}" in begun
+        assert "Ctrl-C stops an answer" in begun
+        assert ABOUT_ITSELF in chat.answer("Who are you?")
+        for line, told in (
+            ("/model", "* demo (loaded)"),
+            ("/model nobody", "'nobody' is not served here"),
+            ("/imge x.png", "There is no command /imge; did you mean /image?"),
+            ("/image x.png", "demo reads text only"),
+            ("/system Be brief.", "System prompt: Be brief."),
+            ("/system none", "System prompt: none"),
+            ("/set temperature 9", "temperature = 9"),
+            ("hi", "temperature: "),
+            ("/set temperature", "Nothing is set"),
+            ("/set temprature 1", "temprature = 1"),
+            ("hi", "the server ignores: temprature"),
+            ("/set max_tokens 2", "max_tokens = 2"),
+            ("hi", "cut off at the most tokens"),
+            ("/clear", "begins anew"),
+            ("/help", "/exit    End the chat."),
+        ):
+            assert told in chat.answer(line), line
+        chat.write('"""Who are\nyou?"""\n')
+        chat.until("... ")
+        chat.until("\n>>> ")
+        chat.write("\x04")
+        assert chat.status() == 0
+
+
+class EndlessAnswer(BaseHTTPRequestHandler):
+    """A server whose answer begins, and goes on until the client has gone."""
+
+    gone = threading.Event()
+
+    def do_GET(self) -> None:
+        model: dict[str, object] = {
+            "id": "endless",
+            "context_length": None,
+            "capabilities": [],
+            "type": "chat",
+        }
+        body = json.dumps({"status": "ok"} if self.path == "/health" else model).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.end_headers()
+        choice = {"delta": {"content": "and so on "}, "finish_reason": None}
+        piece = f"data: {json.dumps({'choices': [choice]})}\n\n".encode()
+        with suppress(ConnectionError):
+            while not self.gone.wait(0.01):
+                self.wfile.write(piece)
+        self.gone.set()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_ctrl_c_stops_the_answer_and_then_the_chat() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), EndlessAnswer) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            with terminal("chat", "--url", f"http://127.0.0.1:{server.server_port}") as chat:
+                chat.until(">>> ")
+                chat.write("Go on.\n")
+                chat.until("and so on and so on")
+                chat.write("\x03")
+                assert "[stopped]" in chat.until("\n>>> ")
+                assert EndlessAnswer.gone.wait(PATIENCE)
+                # A signal that comes just before the line is read is seen once a line is there.
+                chat.write("\x03\n")
+                chat.until("Press Ctrl-C again")
+                chat.until(">>> ")
+                chat.write("\x03\n")
+                assert chat.status() == 0
+        finally:
+            server.shutdown()
+
+
+def test_a_question_from_a_pipe_has_one_answer(
+    demo: Server, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe("Who are you?\n", monkeypatch)
+    done = run("chat", "--url", demo.url, "demo")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(ABOUT_ITSELF)
+    assert done.stdout.endswith(".\n")
+    pipe("hi", monkeypatch)
+    refused = run("chat", "--url", demo.url, MLXSRV_API_KEY="wrong")
+    assert "set MLXSRV_API_KEY to one of the server's keys" in refused.stderr
+    for arguments, text, told in (
+        (["nobody", "--url", demo.url], "hi", "'nobody' is not served here"),
+        (["--url", "http://127.0.0.1:9"], "hi", "no server runs at http://127.0.0.1:9"),
+        ([], " \n", "nothing to answer"),
+    ):
+        pipe(text, monkeypatch)
+        done = run("chat", *arguments)
+        assert done.returncode in (1, 2)
+        assert told in done.stderr
+
+
+def test_ps_shows_models_requests_and_memory(demo: Server, run: Run) -> None:
+    shown = run("ps", "--url", demo.url)
+    address, head, model, memory, requests = shown.stdout.splitlines()
+    assert address == f"{demo.url}: ok"
+    assert head.split() == ["MODEL", "STATE", "RUNNING", "WAITING", "MEMORY", "IDLE"]
+    assert model.split()[:5] == ["demo", "loaded", "0", "0", "2.95"]
+    assert re.fullmatch(r"Memory: 2.95 MB of weights, .* the limit is [\d.]+ GB\.", memory)
+    assert requests.startswith("Requests since the start: ")
+    assert '"waiting_for_row": 0' in run("ps", "--url", demo.url, "--json").stdout
+
+
+def test_a_server_that_a_command_starts_ends_with_it() -> None:
+    flags = {"model": ["demo"], "hf_cache": False}
+    with running_server(Settings(port=0), flags, url=None, model="demo") as (client, name):
+        assert client.model(name)["state"] == "loaded"
+        process = listening_process(urlsplit(client.url).port or 0)
+        assert process is not None
+        assert process.is_server
+    assert not client.is_there()
+    wrong = {"model": ["/nowhere"]}
+    with (
+        pytest.raises(RequestFailed, match="there is no folder '/nowhere'"),
+        running_server(Settings(port=0), wrong, url=None),
+    ):
+        pass
+
+
+LISTEN = """
+import signal, socket, sys
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+with socket.create_server(("127.0.0.1", 0)) as listener:
+    print(listener.getsockname()[1], flush=True)
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize("name", ["mlxsrv", "mlxsrvs"])
+def test_stop_ends_the_server_that_listens_and_no_other_program(name: str, run: Run) -> None:
+    """The process is a small one that is called so: the command sees its arguments."""
+    command = [sys.executable, "-c", LISTEN, name]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        port = process.stdout.readline().strip()
+        done = run("stop", "--port", port)
+        if name == "mlxsrv":
+            assert done.returncode == 0
+            assert f"(process {process.pid})" in done.stdout
+            assert process.poll() == 0
+            assert "no server of this user" in run("stop", "--port", port).stderr
+        else:
+            assert done.returncode == 1
+            assert f"port {port} is that of another program" in done.stderr
+            assert process.poll() is None
+            process.terminate()
+
+
+def test_what_answers_may_be_another_program(run: Run) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        # In the queue of the listener, unaccepted: the kernel has made the connection.
+        with subprocess.Popen(
+            [sys.executable, "-c", ANSWER, str(listener.fileno())], pass_fds=[listener.fileno()]
+        ):
+            done = run("ps", "--port", str(port))
+    assert done.returncode == 1
+    assert f"what answers at http://127.0.0.1:{port} is no mlxsrv" in done.stderr
+
+
+ANSWER = """
+import socket, sys
+with socket.socket(fileno=int(sys.argv[1])) as listener:
+    connection, _ = listener.accept()
+    connection.recv(9999)
+    connection.sendall(b"HTTP/1.1 404 Not Found\\r\\nContent-Length: 2\\r\\n\\r\\nNo")
+    connection.close()
+"""
