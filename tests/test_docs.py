@@ -47,6 +47,7 @@ PLACES = (ROOT, ROOT / "mlxsrv", ROOT / "tests")
 OTHER_FLAGS = {
     *("--config", "--json", "--write", "--yes", "--for-model", "--url"),
     *("--print", "--file"),
+    *("--memory", "--system", "--help", "--help-all"),
     *("--replicas", "--max-replicas", "--requests-per-replica", "--ray-address"),
     *("--upscale-delay", "--downscale-delay"),
     *("--num-cpus-per-replica", "--num-gpus-per-replica", "--memory-per-replica"),

@@ -41,7 +41,7 @@ def service(arguments: Sequence[str]) -> None:
     action, yes = flags.pop("action"), flags.pop("yes")
     settings = settings_from(flags)
     described = unit(
-        [sys.executable, "-m", "mlxsrv", *as_arguments(flags)],
+        [sys.executable, "-m", "mlxsrv", "--exit-on-failure", *as_arguments(flags)],
         _variables(),
         Path.cwd(),
         settings.shutdown_grace,

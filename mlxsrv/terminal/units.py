@@ -106,7 +106,7 @@ def _systemd(
         f"WorkingDirectory={str(folder).replace('%', '%%')}",
         *(f"Environment={_quoted(f'{name}={value}')}" for name, value in variables.items()),
         "Restart=on-failure",
-        "RestartSec=5",
+        "RestartSec=10",
         f"RestartPreventExitStatus={_WRONG_SETTING}",
         f"TimeoutStopSec={grace + _MARGIN:g}",
         "",

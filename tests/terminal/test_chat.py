@@ -74,7 +74,7 @@ class Terminal:
         os.write(self._descriptor, text.encode())
 
     def until(self, text: str) -> str:
-        """What the process writes until it has written the text."""
+        """Wait for a text, and return what the process has written before it."""
         deadline = time.monotonic() + PATIENCE
         while text not in self._unread:
             ready, _, _ = select.select([self._descriptor], [], [], deadline - time.monotonic())
@@ -84,7 +84,7 @@ class Terminal:
         return before
 
     def answer(self, line: str) -> str:
-        """Write a line, and return what comes until the next prompt."""
+        """Write a line, and return all up to the next prompt."""
         self.write(line + "\n")
         return self.until("\n>>> ").partition("\n")[2]
 

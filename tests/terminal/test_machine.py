@@ -154,7 +154,8 @@ def test_a_service_is_installed_and_taken_away(run: Run, manager: Path, tmp_path
     assert "No service is installed" in run("service", "status").stdout
     refused = run(*install)
     assert (refused.returncode, file.exists(), manager.exists()) == (2, False, False)
-    assert f"ExecStart={sys.executable} -m mlxsrv --model demo --port 9\n" in refused.stdout
+    command = f"{sys.executable} -m mlxsrv --exit-on-failure --model demo --port 9"
+    assert f"ExecStart={command}\n" in refused.stdout
     secret = run(*install, "--api-key", "sesame", "--yes")
     assert "give --api-key-file instead" in secret.stderr
     done = run(*install, "--yes", MLXSRV_LOG_LEVEL="warning", MLXSRV_API_KEY="sesame")
