@@ -48,7 +48,8 @@ def test_a_chat_goes_on_after_a_restart(folders: Folders, tmp_path: Path) -> Non
         turns = first_turn(client)
         server.signal(signal.SIGTERM)
         assert server.exit_status() == 0
-    with serving(tmp_path, *options(folders, disk)) as server, server.client() as client:
+    arguments = options(folders, disk, "--metrics")
+    with serving(tmp_path, *arguments) as server, server.client() as client:
         warm = ask(client, chat(messages=turns, max_tokens=8, temperature=0))
         told = numbers(client)
         assert told["prompt_cache_disk_hits"] == 1
@@ -57,6 +58,9 @@ def test_a_chat_goes_on_after_a_restart(folders: Folders, tmp_path: Path) -> Non
         assert told["prompt_cache_disk_bytes"] == sum(
             file.stat().st_size for file in disk.rglob("*.mlxkv")
         )
+        text = client.get("/metrics").text
+        for name in ("bytes", "files", "hits_total", "hit_tokens_total", "writes_total"):
+            assert f'mlxsrv:prompt_cache_disk_{name}{{model_name="t"}}' in text
     with serving(tmp_path, "--model", f"t={folders.plain}") as server, server.client() as client:
         cold = ask(client, chat(messages=turns, max_tokens=8, temperature=0))
     assert cached(cold) == 0
@@ -161,16 +165,6 @@ def test_a_folder_that_cannot_be_used_is_told_once(folders: Folders, tmp_path: P
             first_turn(client, text)
         assert len(server.log("prompts are not stored")) == 1
         assert "prompt_cache_disk_files" not in numbers(client)
-
-
-def test_metrics_tell_of_the_disk(folders: Folders, tmp_path: Path) -> None:
-    arguments = options(folders, tmp_path / "kv", "--metrics")
-    with serving(tmp_path, *arguments) as server, server.client() as client:
-        first_turn(client)
-        wait_for(lambda: numbers(client)["prompt_cache_disk_writes"] >= 2, why="it is written")
-        text = client.get("/metrics").text
-        for name in ("bytes", "files", "hits_total", "hit_tokens_total", "writes_total"):
-            assert f'mlxsrv:prompt_cache_disk_{name}{{model_name="t"}}' in text
 
 
 def test_a_server_without_the_option_touches_no_disk(server: Server, client: httpx.Client) -> None:

@@ -119,7 +119,7 @@ def test_requests_share_batches_and_get_their_own(client: httpx.Client) -> None:
 
 
 def test_chats_go_on_beside_embeddings_and_say_the_same(client: httpx.Client) -> None:
-    alone = answer(ask(client, chat(max_tokens=200)))
+    alone = answer(ask(client, chat(max_tokens=100)))
     many = ["word " * 60] * 20
     over = threading.Event()
 
@@ -132,7 +132,7 @@ def test_chats_go_on_beside_embeddings_and_say_the_same(client: httpx.Client) ->
 
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         embedding = pool.submit(embed_on)
-        texts = {stream(client, chat(max_tokens=200)).content for _ in range(3)}
+        texts = {stream(client, chat(max_tokens=100)).content for _ in range(2)}
         over.set()
         assert embedding.result() > 0
     assert texts == {alone}

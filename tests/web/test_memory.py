@@ -24,14 +24,14 @@ Memory = dict[str, int]
 FEW, MANY = 7, 14
 PATIENCE = 300.0
 REQUESTS = MANY if EFFORT == "long" else FEW
-ANSWER = 900
+ANSWER = 640
 """Tokens that an answer has at most: several steps by which KV caches grow, so rows surely have to
 give way."""
 OPTIONS = ("--no-hf-cache", "--prefill-chunk=64")
 LAYERS = 2
 PER_TOKEN = LAYERS * PER_LAYER
 SHORT_ROW = 2 * 512 * PER_TOKEN
-TOKENS = 1600
+TOKENS = 1150
 ROOM = TOKENS * PER_TOKEN
 """Bytes for KV caches. A row has its own twice while it joins others."""
 

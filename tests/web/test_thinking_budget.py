@@ -60,10 +60,10 @@ def ask(client: TestClient, model: str, **fields: Any) -> Body:
 def test_a_thought_is_closed_in_its_own_way(client: TestClient, name: str) -> None:
     free = ask(client, name, thinking_budget=-1)
     assert (free["reasoning_content"], free["content"]) == (THOUGHT, ANSWER)
+    messages = {budget: ask(client, name, thinking_budget=budget) for budget in (30, 24)}
     # Markers are tokens of the thought; where they are spelled, so is each of their letters.
-    opening = len(THOUGHT) - len(ask(client, name, thinking_budget=30)["reasoning_content"]) - 6
-    for budget in (30, 24):
-        message = ask(client, name, thinking_budget=budget)
+    opening = len(THOUGHT) - len(messages[30]["reasoning_content"]) - 6
+    for budget, message in messages.items():
         assert message["reasoning_content"] == THOUGHT[: budget - opening], name
         assert message["content"].endswith(ANSWER[-20:]), name
         assert "<" not in message["content"], name
