@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
+from mlx_lm.utils import load_model
 
 from mlxsrv.engine.cache.kv_caches import KVCacheFactory
 from mlxsrv.engine.plans import Keep
 from mlxsrv.generation.parameters import Sampling
 from tests.support.driver import GREEDY, Driver, Failing, Parity, prompt
+from tests.support.tiny import write_model
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=0.8, seed=7)])
@@ -98,9 +101,10 @@ def test_a_draft_that_fails_is_forgotten(models: Any) -> None:
     driver.check(0)
 
 
-def test_a_draft_of_another_vocabulary_is_refused(models: Any) -> None:
+def test_a_draft_of_another_vocabulary_is_refused(models: Any, tmp_path: Path) -> None:
+    other, _ = load_model(write_model(tmp_path / "other", "qwen3", vocab_size=400))
     with pytest.raises(ValueError, match="vocabulary"):
-        Driver(models("qwen3"), draft=models("qwen3-46m"))
+        Driver(models("qwen3"), draft=other)
     assert not Driver(models("mamba2"), draft=models("qwen3")).runner.facts.drafts
     bounded = KVCacheFactory(models("qwen3"), max_size=20)
     assert not Driver(models("qwen3"), bounded, draft=models("qwen3")).runner.facts.drafts
