@@ -207,8 +207,8 @@ def test_an_empty_suffix_asks_for_nothing(client: httpx.Client) -> None:
     assert answer(ask(client, completion(PREFIX, suffix=""), COMPLETIONS)) == answer(plain)
 
 
-def test_a_model_without_the_tokens_refuses(tmp_path: Path) -> None:
-    with serving(tmp_path) as server, server.client() as client:
+def test_a_model_without_the_tokens_refuses(server: Server) -> None:
+    with server.client() as client:
         for streamed in (False, True):
             body = completion(PREFIX, suffix=SUFFIX, stream=streamed)
             refused(
@@ -318,8 +318,8 @@ def test_mistrals_seed_is_a_seed(client: httpx.Client) -> None:
     assert answer(one) == answer(other) == answer(ask(client, asked | {"seed": 5}, FIM))
 
 
-def test_mistrals_infill_refuses_a_model_without_the_tokens(tmp_path: Path) -> None:
-    with serving(tmp_path) as server, server.client() as client:
+def test_mistrals_infill_refuses_a_model_without_the_tokens(server: Server) -> None:
+    with server.client() as client:
         for streamed in (False, True):
             body = {"prompt": PREFIX, "suffix": SUFFIX, "stream": streamed}
             refused(client.post(FIM, json=body), 400, "unsupported_parameter", param="suffix")

@@ -374,14 +374,13 @@ EXTREME: list[Body] = [
 ]
 
 
-def test_no_number_brings_the_server_down(folders: Folders, tmp_path: Path) -> None:
-    with serving(tmp_path, "--model", f"t={folders.plain}") as server, server.client() as client:
-        before = said(client, COMPLETIONS, max_tokens=20)
-        for fields in EXTREME:
-            body = completion(**{"temperature": 1, "max_tokens": 20, **fields})
-            assert client.post(COMPLETIONS, json=body).status_code in {200, 400}
-            assert server.process.poll() is None
-        assert said(client, COMPLETIONS, max_tokens=20) == before
+def test_no_number_brings_the_server_down(server: Server, client: httpx.Client) -> None:
+    before = said(client, COMPLETIONS, max_tokens=20)
+    for fields in EXTREME:
+        body = completion(**{"temperature": 1, "max_tokens": 20, **fields})
+        assert client.post(COMPLETIONS, json=body).status_code in {200, 400}
+        assert server.process.poll() is None
+    assert said(client, COMPLETIONS, max_tokens=20) == before
 
 
 # As vLLM has it.
