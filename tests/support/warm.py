@@ -10,6 +10,7 @@ that uses it are imported by the fork: what MLX makes on import is bound to a th
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import os
 import runpy
@@ -123,6 +124,7 @@ def _preload() -> None:
     transformers = import_module("transformers")
     for name in ("AutoTokenizer", "PreTrainedTokenizerFast"):
         getattr(transformers, name)  # which imports it
+    gc.freeze()  # or each fork copies all of it where the collector looks at it
 
 
 def _fork_for_each(control: socket.socket) -> dict[str, Any] | None:
