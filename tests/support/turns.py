@@ -16,7 +16,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tests.support.tiny import FAMILIES
 
@@ -42,12 +42,11 @@ class Model(nn.Module):
         places = places + (offset[:, None] if isinstance(offset, mx.array) else offset)
         places = mx.broadcast_to(places, inputs.shape).astype(mx.float32)
         named = inputs[..., None] == self.heads.astype(inputs.dtype)
-        zeros = mx.zeros((*inputs.shape, self.args.head_dim - 2))
         is_head = named.any(axis=-1).astype(mx.float32)
         number = named.argmax(axis=-1).astype(mx.float32)
-        keys = mx.concatenate([mx.stack([is_head, 0 * is_head], axis=-1), zeros], axis=-1)
-        values = mx.concatenate([mx.stack([number, places], axis=-1), zeros], axis=-1)
-        queries = mx.concatenate([mx.full((*inputs.shape, 2), 100.0), zeros], axis=-1)
+        keys = mx.stack([is_head, mx.zeros(inputs.shape)], axis=-1)
+        values = mx.stack([number, places], axis=-1)
+        queries = mx.full((*inputs.shape, 2), 100.0)
         keys, values, queries = keys[:, None], values[:, None], queries[:, None]
         mask = create_attention_mask(queries[:, 0], None if cache is None else cache[0])
         if cache is not None:
@@ -72,6 +71,7 @@ def write_turns(
     markers: Sequence[str],
     ends: Sequence[str] = ("<|im_end|>",),
     context: int = 4096,
+    merges: int = 0,
 ) -> Path:
     """Write a model that says the first of its texts whose condition holds.
 
@@ -81,11 +81,13 @@ def write_turns(
         template: renders the messages; the head of the text is added to it.
         markers: added tokens, besides `ends`.
         context: tokens of prompt and answer.
+        merges: tokens of several bytes that the texts have most often; without them, each byte is
+            a token.
     """
     heads = [f"<|turn {number}|>" for number in range(len(turns))]
     added = [*dict.fromkeys((*ends, *markers)), *heads]
-    tokenizer = _tokenizer(added)
     texts = [text if text.endswith(tuple(ends)) else text + ends[0] for text in turns.values()]
+    tokenizer = _tokenizer(added, texts, merges)
     ids = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
     table = np.full((len(ids), max(map(len, ids))), ids[0][-1], dtype=np.float32)
     for row, tokens in enumerate(ids):
@@ -108,6 +110,7 @@ def write_turns(
         "num_hidden_layers": 1,
         "num_attention_heads": 1,
         "num_key_value_heads": 1,
+        "head_dim": 2,  # that which stands there, and where it stands
         "vocab_size": tokenizer.get_vocab_size(),
         "max_position_embeddings": context,
         "eos_token_id": end_ids,
@@ -120,13 +123,15 @@ def write_turns(
     return folder
 
 
-def _tokenizer(added: Sequence[str]) -> Tokenizer:
-    """One of single bytes and added tokens."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {spelling: number for number, spelling in enumerate(alphabet)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+def _tokenizer(added: Sequence[str], texts: Sequence[str], merges: int) -> Tokenizer:
+    """One of single bytes, merges of these, and added tokens."""
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
+    size = len(alphabet) + merges
+    trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
     special = re.compile(r"<\|.*\|>|<\|.*>|<.*\|>|\[.*\]")
     tokenizer.add_tokens(
         [AddedToken(each, special=bool(special.fullmatch(each))) for each in added]

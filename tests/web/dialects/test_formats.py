@@ -74,6 +74,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
             {"true" if name != "prompted" else TOLD: said + format.spell(called)},
             template=NO_TOOLS if name == "prompted" else CHAT_TEMPLATE,
             markers=[*format.marks, *frame.marks],
+            merges=150,
         )
         models.append(f"{name}={path}")
         calls.append(f"{name}={name}")
