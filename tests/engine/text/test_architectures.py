@@ -33,8 +33,8 @@ THIS_YEAR = (
     "qwen3_5_moe",
     "step3p5",
 )
-"""Of this year, and not among the families that all tests of the engine run; but one whose rows
-decode alone."""
+"""Architectures of this year, without the families that all tests of the engine run, and with one
+whose rows decode alone."""
 ALONE = {
     "afm7": "layers without keys of their own place queries by the longest row",
     "deepseek_v41": "its KV cache is of a kind that only it knows",
