@@ -24,10 +24,12 @@ from mlxsrv.arguments import server_arguments
 from mlxsrv.commands import COMMANDS
 from mlxsrv.configuration import options_table
 from mlxsrv.engine.scheduling import row
+from mlxsrv.engine.working_memory import SERVED_SHARE
 from mlxsrv.errors import ServeError
 from mlxsrv.models.pool import model
 from mlxsrv.service import lifecycle
 from mlxsrv.settings import options
+from mlxsrv.terminal import recommending
 from mlxsrv.wire.decoding import RequestDecoder
 from mlxsrv.wire.openai.embeddings import EMBEDDING_REQUESTS
 from mlxsrv.wire.openai.requests import CHAT_REQUESTS, COMPLETION_REQUESTS
@@ -253,6 +255,20 @@ def test_the_unit_files_are_read() -> None:
     for program, *arguments in (service["Service"]["ExecStart"].split(), agent["ProgramArguments"]):
         assert program.endswith("/mlxsrv-env/bin/mlxsrv")
         server_arguments().read(arguments)
+
+
+def test_the_models_for_each_memory_are_those_of_recommend() -> None:
+    """The tokens are those beside the weights on the smallest Mac of a row, in thousands."""
+    section = read(DOCS / "get-started.md").partition("## Which model\n")[2]
+    known = {model.repository: model for model in recommending.known_models()}
+    told = list(rows(section.partition("\n## ")[0]))
+    assert len(told) > 5
+    for memory, name, weights, tokens in told:
+        model = known[name.strip("`")]
+        working = recommending._working_memory(f"{memory.split()[0]}GB")
+        context = model.context_within(int(SERVED_SHARE * working))
+        assert tokens.split(",")[0] == str(context // 1000), memory
+        assert weights == f"{model.gigabytes:{'.1f' if model.gigabytes < 10 else '.0f'}} GB"
 
 
 # What there is is told.
