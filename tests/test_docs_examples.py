@@ -42,7 +42,7 @@ ELSEWHERE = [
 """Examples that tests/clients and tests/ray run, where their libraries are."""
 
 
-PROGRAMS = ("curl", "git", "launchctl", "make", "mlxsrv", "pip", "python", "systemctl")
+PROGRAMS = ("curl", "git", "launchctl", "make", "mlxsrv", "pip", "python", "source", "systemctl")
 """Programs that `sh` blocks begin with, besides those of an environment."""
 
 
