@@ -84,9 +84,9 @@ class BudgetConstraint:
         self._look()
 
     def _is_refused(self, token: int, mask: Mask) -> bool:
-        """Whether the first of the closing tokens has to wait, because the grammar refuses it
-        within a character. The mask is then the grammar's."""
-        if self._closing or self._inner is None or self._inner.dormant:
+        """Whether a closing token has to wait, because the grammar refuses it within a character.
+        The mask is then the grammar's."""
+        if self._inner is None or self._inner.dormant:
             return False
         self._inner.fill(mask)
         return not int(mask[token >> 5]) >> (token & 31) & 1

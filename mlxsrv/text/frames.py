@@ -387,10 +387,10 @@ class _WrappedFrame(PairFrame):
 
     def cross(self, marker: str) -> Sequence[Piece]:
         if marker in self._pair:
-            if self._fresh:
-                self._tail = ""
+            tail, self._tail = "" if self._fresh else self._tail, ""
             self._fresh = True
-            return super().cross(marker)
+            super().cross(marker)
+            return [(CONTENT, tail)] if tail else ()
         opens = marker in self._opens
         if not self._counts(opens=opens):
             return self.place(self._marks.spell(marker))

@@ -255,7 +255,7 @@ class _HeadReader(ObjectsReader):
             return False
         if self._take_one(self._starts):
             return True
-        if text[0] in "[{" and not self.closed:
+        if text[0] in "[{":
             self._place = "objects"
             return True
         found = self._heads.search(text)

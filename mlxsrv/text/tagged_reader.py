@@ -367,8 +367,6 @@ class TagReader(CallReader):
         limit = at + _MOST_SPACE
         while at < min(len(text), limit) and text[at].isspace():
             at += 1
-        if at == limit:
-            return False
         if at == len(text):
             return self._finishing or WAIT
         for tag in ender.follows:

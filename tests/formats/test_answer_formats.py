@@ -62,6 +62,7 @@ BY_TEMPLATE = {
     "<tool_call>\n{}\n</tool_call><response>": "ernie45",
     "<tool_call>\n{}\n</tool_call>": "hermes",
     '{"name": f, "parameters": {}}<|start_header_id|>ipython': "llama_json",
+    '{"name": f, "parameters": {}}<function=f>{}</function>ipython': "none",
     "functools[": "functools",
     "{{ tools }}": "none",
 }
@@ -115,6 +116,7 @@ def test_tokens_end_a_turn_where_the_family_has_them() -> None:
         "<turn|>",
     ]
     assert find_ends(Evidence({*gemma, "<turn|>"})) == ["<turn|>"], "those of the vocabulary"
+    assert find_ends(Evidence({*gemma, "<turn|>"} - {"<|tool_call>"})) == ["<turn|>"], "by thoughts"
     assert find_ends(Evidence({"<|user|>", "<|im_end|>"})) == []
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from mlxsrv.errors import InvalidRequest
 from mlxsrv.generation.spec import ChatMessage, ChatPrompt, GenerationSpec, PastCall, ToolSpec
+from mlxsrv.prompts.history_changes import reminded, short_id
 from mlxsrv.prompts.messages import plain_message
 from mlxsrv.prompts.planning import plan
 from mlxsrv.prompts.tokenizer import Tokenizer
@@ -193,6 +194,20 @@ def test_ids_have_the_form_that_the_family_reads(known: dict[str, Tokenizer]) ->
         "functions.find:1",
         "functions.look:2",
     ]
+
+
+def test_an_id_of_more_than_nine_signs_is_none_of_mistrals() -> None:
+    call = {"id": "abcdefghi"}
+    assert short_id(call, 0) == "abcdefghi"
+    assert len(short_id({"id": "abcdefghij"}, 0)) == 9
+
+
+def test_a_reminder_is_joined_with_the_users_messages_around_it() -> None:
+    texts = [("user", "one"), ("system", "late"), ("user", "two"), ("user", "three")]
+    [first, second] = reminded([{"role": role, "content": text} for role, text in texts])
+    late = "<system-reminder>\nlate\n</system-reminder>"
+    assert first == {"role": "user", "content": f"one\n\n{late}\n\ntwo"}
+    assert second == {"role": "user", "content": "three"}
 
 
 def test_ids_that_have_the_form_stay(known: dict[str, Tokenizer]) -> None:

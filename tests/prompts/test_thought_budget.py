@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from mlxsrv.generation.parameters import Mask
+from mlxsrv.prompts.grammars.specs import GrammarSpec
 from mlxsrv.prompts.thought_budget import BudgetConstraint
 from mlxsrv.prompts.tokenizer import Tokenizer
 from mlxsrv.text.formats import THOUGHTS
@@ -56,3 +57,18 @@ def test_what_does_not_close_a_thought_is_forced_once(model_folder: ModelFolder)
     begins = [i for i in range(len(drawn)) if drawn[i : i + len(close)] == close]
     assert begins == [3]
     assert constraint.dormant
+
+
+def test_an_answer_whose_grammar_allows_only_the_end_ends(model_folder: ModelFolder) -> None:
+    tokenizer = Tokenizer(model_folder("qwen3"))
+    close = tokenizer.token_ids("no end", special=False)
+    inner = tokenizer.grammars.compile(GrammarSpec("choice", '["ano end"]'), param="")
+    text = tokenizer.content_pipeline(thinking=True)
+    constraint = BudgetConstraint(1, close, tokenizer.turn_ends, text, inner.constraint())
+    for token in [*tokenizer.token_ids("a", special=False), *close]:
+        constraint.accept(token)
+    mask: Mask = np.full(-(-tokenizer.vocabulary // 32), -1, dtype=np.int32)
+    constraint.fill(mask)
+    assert {*np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))} & {
+        *tokenizer.turn_ends
+    }

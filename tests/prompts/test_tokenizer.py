@@ -17,6 +17,7 @@ from mlxsrv.prompts import sandbox
 from mlxsrv.prompts.chat_template import names_tools
 from mlxsrv.prompts.encoding import Truncation
 from mlxsrv.prompts.messages import Chat
+from mlxsrv.prompts.token_texts import TokenTexts
 from mlxsrv.prompts.tokenizer import Tokenizer
 from mlxsrv.text.calls import Tools
 from mlxsrv.text.json_calls import HERMES
@@ -74,6 +75,18 @@ def test_a_marker_ends_chats_where_the_template_ends_turns_with_it(
         assert (512 in tokenizer.turn_ends) is ends
         assert 512 not in tokenizer.end_tokens
         assert tokenizer.turn_ends >= tokenizer.end_tokens
+
+
+def test_a_call_marker_that_ends_a_turn_is_no_text(folder: Path) -> None:
+    texts = TokenTexts(
+        load_tokenizer(folder),
+        end_tokens=frozenset(),
+        turn_ends=frozenset({5}),
+        thoughts={},
+        calls={5: "\ufdd0", 6: "\ufdd1"},
+    )
+    shown = [texts.detokenizer(chat=True, calls=True).feed(token) for token in (5, 6)]
+    assert shown == ["", "\ufdd1"]
 
 
 def add_token(folder: Path, token: str) -> None:

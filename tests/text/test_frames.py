@@ -141,6 +141,7 @@ CASES = [
     Case("hunyuan", "<think>no <answer>\n</think>\n<answer>\nb", "no <answer>", "b"),
     Case("hunyuan", "In <answer> and </answer>\n", "", "In <answer> and </answer>\n"),
     Case("hunyuan", "\n b \n", "", "\n b \n"),
+    Case("hunyuan", "<answer>b <think>a</think>c</answer>", "a", "b c"),
     Case("hunyuan", "b\n</answer>", "", "b", "<think>\n\n</think>\n<answer>\n"),
     Case("response", "a\n</think>\n\n<response>\nb\n</response>\n", "a", "b", "<think>\n"),
     Case("response", "<think>a</think><response>b</response>", "a", "b"),

@@ -225,6 +225,11 @@ def test_a_call_that_begins_an_answer_is_streamed_behind_whitespace_too() -> Non
         assert merge(parts) == [("f", '{"a": ')]
 
 
+def test_a_name_that_does_not_end_is_text_soon() -> None:
+    text = "<tool_call><function>" + "f" * 300
+    assert merge(caller(HERMES, TOOLS).feed(text)) == [text]
+
+
 def test_text_without_a_marker_is_no_fault() -> None:
     """Not even if a limit cuts it off."""
     for text in ('So:\n```json\n{"a": 5}\n```', 'So:\n```json\n{"na', 'So:\n{"name": "h"}'):

@@ -170,6 +170,11 @@ PYTHON_TEXTS: list[tuple[str, list[str | tuple[str, dict[str, Any]]]]] = [
             )
         ],
     ),
+    ("[run(tags=['x', 'y')]", [("run", {"tags": ["x", "y"]})]),
+    (
+        "[run(opts={'a': 1}, opts={'b': {'c': 1, 'c': 2}, 'd': 3}, ratio=2)]",
+        [("run", {"opts": {"a": 1}, "ratio": 2})],
+    ),
     ("[run(either=None, ratio=-1.5e3)]", [("run", {"either": None, "ratio": -1500.0})]),
 ]
 

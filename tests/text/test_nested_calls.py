@@ -165,6 +165,19 @@ def test_a_grammar_holds_what_the_model_writes() -> None:
     assert grammar.follows(grammar.rules.behind[SIGN], signed('<invoke name="g">~</invoke>\n'))
 
 
+def test_elements_nest_as_deep_as_they_may_and_no_deeper() -> None:
+    text = signed('~<invoke name="g">' + "~<a>" * 2000)
+    [call] = read(MINIMAX_M3, [text], TOOLS)
+    assert call[0] == "g"
+
+
+def test_a_list_has_as_many_items_as_its_schema_says() -> None:
+    names = {"type": "array", "items": STRING, "minItems": 1, "maxItems": 2}
+    grammar = CallGrammar(MINIMAX_M3, [("f", {"properties": {"names": names}})])
+    taken = [grammar.takes(WrittenCall("f", {"names": ["x"] * count})) for count in range(4)]
+    assert taken == [False, True, True, False]
+
+
 def test_a_schema_that_refers_to_itself_has_few_rules() -> None:
     node = {"type": "object", "properties": {key: {"$ref": "#/$defs/node"} for key in "abcde"}}
     lark = Lark(SPELLED, json.dumps)

@@ -116,6 +116,20 @@ def test_a_long_text_that_is_no_call_is_read_once_more_at_most() -> None:
     assert read(f"{unclosed}</think>", thinking=True)[0] == unclosed
 
 
+def test_a_fragment_begins_with_the_call_that_was_cut() -> None:
+    first, second = '{"name": "f"}', ', {"name": "g", "arguments": {"a": "x'
+    for calls, fragment in ((second[2:], f"<tool_call>[{second[2:]}"), (first + second, second)):
+        stage = reader()
+        stage.feed(MARKS.show(f"<tool_call>[{calls}"))
+        stage.flush(cut=True)
+        assert stage.fragment == fragment
+
+
+def test_of_two_markers_that_begin_alike_the_longer_one_is_shown() -> None:
+    marks = Marks(("<call", "<call>"), {"<call": 0, "<call>": 1})
+    assert marks.show("<call>") == marks.tokens[1]
+
+
 def test_a_spelled_marker_counts_outside_of_calls() -> None:
     stage = reader()
     parts = [*stage.feed(f"<think>Hm.</think>\n{F}"), *stage.flush()]

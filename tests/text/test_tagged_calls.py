@@ -132,6 +132,7 @@ READ: list[tuple[CallFormat, str, Read]] = [
         [searched("x </parameter> y\n</tool_call>\n z </function> \ufffd"), "after"],
     ),
     (QWEN_XML, f"{BLOCK}\n\nq\n\n{TAIL}", [searched("\n\nq\n\n")]),
+    (QWEN_XML, f"{BLOCK}q\n<parameter=query>\n{TAIL}", [searched("q\n<parameter=query>\n")]),
     (QWEN_XML, f"{BLOCK}q\n<parameter=other>\n{TAIL}", [searched("q\n<parameter=other>\n")]),
     (QWEN_XML, BLOCK.replace("query>\n", "query>\n\n</parameter></function>"), [searched("")]),
     # Closers are missing, or on one line.
@@ -215,6 +216,12 @@ READ: list[tuple[CallFormat, str, Read]] = [
     (
         MINICPM5,
         '<function name="search"><param name="properties">{"query": "q"}</param></function>',
+        [SEARCHED],
+    ),
+    (
+        MINICPM5,
+        '<function name="search"><param name="properties">{"query": "q"}</param>'
+        '<param name="query">r</param></function>',
         [SEARCHED],
     ),
     (MINICPM5, '<function name="other"></function>', ['<function name="other"></function>']),

@@ -171,6 +171,7 @@ def test_what_is_around_calls(text: str, parts: list[str]) -> None:
         pytest.param(
             '{"a":"xENDy","b":"cEND\nd', [("f", '{"a":"xENDy","b":"c'), "d"], id="the first did"
         ),
+        pytest.param('{"a":"xENDb', [("f", '{"a":"x'), "b"], id="with no line end behind it"),
         pytest.param('"xEND\nb', [("f", ""), "b"], id="arguments as a string"),
         pytest.param('"x', [("f", '"x')], id="no end marker, arguments as a string"),
         pytest.param('{"a":"x', [("f", '{"a":"x')], id="no end marker"),

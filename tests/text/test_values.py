@@ -91,6 +91,7 @@ def test_kinds_of_schemas() -> None:
         ({"enum": ["a"]}, "text"),
         ({"enum": []}, "mixed"),
         ({"type": "string", "enum": ["a", None]}, "text"),
+        ({"type": "string", "enum": [1]}, "text"),
         ({"pattern": "a+"}, "text"),
         ({"maximum": 5}, "other"),
         ({"properties": {"a": {}}}, "other"),
@@ -144,6 +145,9 @@ def test_arguments_are_found_in_all_that_a_tool_combines() -> None:
         *("text", "other", "mixed", "other", "other")
     ]
     assert types.argument("a") is types.argument("a")
+    needs = [{"required": ["a"]}, {"required": ["a", "b"]}]
+    assert ArgumentTypes({"allOf": needs}).whole.required == {"a", "b"}
+    assert ArgumentTypes({"anyOf": needs}).whole.required == {"a"}
     assert ArgumentTypes({}).argument("a").kind == "mixed"
     assert ArgumentTypes({"$ref": "#"}).argument("a").kind == "mixed"
 
