@@ -5,15 +5,18 @@ A flag overrides a variable, a variable overrides the file, and the file overrid
 
 from __future__ import annotations
 
+import logging
 import os
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
 from mlxsrv.arguments import did_you_mean, server_arguments
 from mlxsrv.options import ENV_PREFIX, Option, SettingsError
 from mlxsrv.settings import Settings, options
+
+_log = logging.getLogger("mlxsrv.server")
 
 _OTHERS = ("CONFIG", "PATCHES")
 """Variables that are no options."""
@@ -88,12 +91,12 @@ def _named(where: str, read: Callable[[Any], Any], value: Any) -> Any:
         raise SettingsError(f"{where}: {error}") from None
 
 
-def unknown_variables(environ: Mapping[str, str] = os.environ) -> Iterator[str]:
-    """Sentences on the variables that look like an option's and are none."""
+def warn_of_variables(environ: Mapping[str, str] = os.environ) -> None:
+    """Log the variables that look like an option's and are none."""
     known = {option.variable for option in options()} | {f"{ENV_PREFIX}{name}" for name in _OTHERS}
     for name in environ:
         if name.startswith(ENV_PREFIX) and name not in known:
-            yield f"the variable {name} means nothing{did_you_mean(name, known)}"
+            _log.warning("the variable %s means nothing%s", name, did_you_mean(name, known))
 
 
 def options_table() -> str:

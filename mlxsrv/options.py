@@ -12,16 +12,28 @@ from functools import cache
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, inspect
 
 ENV_PREFIX = "MLXSRV_"
 
 # `$` alone also matches before a newline at the end.
-Key = Annotated[str, Meta(pattern=r"^[!-~]+(?!\n)$")]
-Origin = Annotated[str, Meta(pattern=r"^(\*|null|[A-Za-z][A-Za-z0-9+.-]*://[^/\s]+/?)(?!\n)$")]
-HostName = Annotated[str, Meta(pattern=r"^(\*|[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\])(?!\n)$")]
+Key = Annotated[str, Meta(pattern=r"^[!-~]+(?!\n)$", title="of printable ASCII without spaces")]
+Origin = Annotated[
+    str,
+    Meta(
+        pattern=r"^(\*|null|[A-Za-z][A-Za-z0-9+.-]*://[^/\s]+/?)(?!\n)$",
+        title="an origin such as https://app.example, * or null",
+    ),
+]
+HostName = Annotated[
+    str,
+    Meta(
+        pattern=r"^(\*|[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\])(?!\n)$",
+        title="a host name without a port, or *",
+    ),
+]
+URLPath = Annotated[str, Meta(pattern=r"^(/[^/?#\s]+)*/?(?!\n)$", title="a path such as /llm")]
 
-_GOT_TYPE = re.compile(r", got `\w+`")
 # A variable's text for a switch; a flag has none, and a TOML file has booleans.
 _SWITCH = {
     **dict.fromkeys(("true", "1", "on", "yes"), True),
@@ -95,20 +107,45 @@ class Option(msgspec.Struct, frozen=True):
             return self.check([part for part in text.split(",") if part.strip()])
         if self.switch:
             return self.check(_SWITCH.get(text.strip().lower(), text))
-        return self.check(_in_bytes(text) if self.bytes else text, strict=False)
+        return self.check(text, strict=False)
 
     def check(self, value: Any, *, strict: bool = True) -> Any:
         """Return the value with the option's type. Raises SettingsError."""
         if self.guards and not value:
             raise SettingsError("given, but empty; leave it out to serve without keys")
         if self.bytes and isinstance(value, str):
-            value, strict = _in_bytes(value), False
+            return self.convert(_in_bytes(value), strict=False, given=value)
+        return self.convert(value, strict=strict)
+
+    def convert(self, value: Any, *, strict: bool = True, given: object = None) -> Any:
+        """Return the value with the option's type; units and empty secrets are `check`'s.
+
+        Args:
+            given: the value as it was written, if that is another.
+
+        Raises:
+            SettingsError: the message says what the value must be.
+        """
         try:
             return msgspec.convert(value, self.type, strict=strict)
-        except msgspec.ValidationError as error:
-            reason = _GOT_TYPE.sub("", str(error))  # the value itself shows more than its type
-            got = "" if self.secret or repr(value) in reason else f", got {value!r}"
-            raise SettingsError(f"{reason}{got}") from None
+        except msgspec.ValidationError:
+            raise SettingsError(self._refuse(value if given is None else given)) from None
+
+    def _refuse(self, value: object) -> str:
+        """The sentence that says what the value must be. That of a secret is not repeated."""
+        kind = self.type
+        if self.repeatable:
+            kind = get_args(get_args(kind)[0])[0]
+            if not isinstance(value, (list, tuple)):
+                return f"{value!r} is not a list"
+            value = next(each for each in value if not _fits(each, kind))
+        shown = "the key" if self.secret else repr(value)
+        bounds, words = _describe(inspect.type_info(kind))
+        if self.bytes and not _in_bytes(str(value)).isdigit():
+            return f"{shown} is no size: 8GB, 512MB or bytes"
+        if self.choices:
+            return f"{shown} is not one of {', '.join(self.choices)}"
+        return f"{shown} is not {words}{bounds}"
 
 
 @cache
@@ -116,10 +153,10 @@ def options_of(settings: type[msgspec.Struct]) -> tuple[Option, ...]:
     """The fields of a Struct, in order.
 
     Args:
-        settings: each of its fields is `Annotated` with one `Meta`, whose `extra` may have a
-            `metavar`, other names of the flag in `also`, the title of the `group` that begins with
-            it, and the flags `common` (shown in the short help), `bytes` (a size, which may have a
-            unit), `secret` (never shown) and `guards`.
+        settings: each of its fields is `Annotated` with a `Meta` at the end, whose `extra` may have
+            a `metavar`, other names of the flag in `also`, the title of the `group` that begins
+            with it, and the flags `common` (shown in the short help), `bytes` (a size, which may
+            have a unit), `secret` (never shown) and `guards`.
     """
     hints = get_type_hints(settings, include_extras=True)
     found: list[Option] = []
@@ -129,7 +166,7 @@ def options_of(settings: type[msgspec.Struct]) -> tuple[Option, ...]:
 
 
 def _option(field: msgspec.structs.FieldInfo, annotation: Any, group: str) -> Option:
-    base, meta = get_args(annotation)
+    base, *_, meta = get_args(annotation)
     extra = meta.extra or {}
     choices = _choices(base)
     repeatable = " Repeatable." if isinstance(field.default, tuple) else ""
@@ -147,6 +184,42 @@ def _option(field: msgspec.structs.FieldInfo, annotation: Any, group: str) -> Op
         group=extra.get("group", group),
         common=extra.get("common", False),
     )
+
+
+def _fits(value: object, kind: Any) -> bool:
+    try:
+        msgspec.convert(value, kind)
+    except msgspec.ValidationError:
+        return False
+    return True
+
+
+def _describe(kind: inspect.Type) -> tuple[str, str]:
+    """The bounds of a type, and what it is, in words."""
+    match kind:
+        case inspect.Metadata(type=inner, extra_json_schema={"title": title}):
+            return _describe(inner)[0], title
+        case inspect.Metadata(type=inner):
+            return _describe(inner)
+        case inspect.UnionType(types=types):
+            return _describe(next(e for e in types if not isinstance(e, inspect.NoneType)))
+        case inspect.BoolType():
+            return "", "on or off"
+        case inspect.StrType():
+            return "", "a name"
+        case inspect.IntType():
+            return _bounds(kind), "a whole number"
+        case inspect.FloatType():
+            return _bounds(kind), "a number"
+    return "", "right"
+
+
+def _bounds(kind: inspect.IntType | inspect.FloatType) -> str:
+    if kind.le is not None:
+        return f" from {kind.ge} to {kind.le}"
+    if kind.gt is not None:
+        return f" above {kind.gt:g}"
+    return "" if kind.ge is None else f" of at least {kind.ge}"
 
 
 def _choices(kind: Any) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from mlxsrv.options import HostName, Key, Option, Origin, SettingsError, options_of
+from mlxsrv.options import HostName, Key, Option, Origin, SettingsError, URLPath, options_of
 
 _BYTES = {"metavar": "BYTES", "bytes": True}  # may be written as 512MB, 12GB, 1.5GiB
 _COMMON = {"common": True}  # in the short help
@@ -129,9 +129,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = False
     root_path: Annotated[
-        str,
+        URLPath,
         Meta(
-            pattern=r"^(/[^/?#\s]+)*/?(?!\n)$",
             description="Path that a proxy in front strips, such as /llm; /openapi.json names it.",
             extra={"metavar": "PATH"},
         ),
@@ -478,8 +477,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for option in options():
             try:
-                msgspec.convert(getattr(self, option.name), option.type, strict=True)
-            except msgspec.ValidationError as error:
+                option.convert(getattr(self, option.name))
+            except SettingsError as error:
                 raise SettingsError(f"{option.name}: {error}") from None
         if self.max_bodies is not None and self.max_bodies < self.max_body:
             raise SettingsError(

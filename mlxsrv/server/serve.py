@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 
+from mlxsrv.configuration import warn_of_variables
 from mlxsrv.engine.backend import require_backend
 from mlxsrv.logs import configure, log
 from mlxsrv.models.catalogue.catalogue import Catalogue
@@ -37,6 +38,7 @@ def serve(settings: Settings) -> int:
     """
     gc.disable()  # until the model is loaded: imports make no garbage, and collections cost 6 %
     configure(settings.log_level, settings.log_format)
+    warn_of_variables()
     raise_limit()
     require_backend()
     device = None if settings.parallel is None else join_ranks(settings)

@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from mlxsrv.configuration import load_settings
+from mlxsrv.configuration import load_settings, warn_of_variables
 from mlxsrv.errors import MethodNotAllowed, RouteNotFound, ServeError
 from mlxsrv.service.response_store import ResponseStore
 from mlxsrv.service.service import Service, check_models
@@ -173,7 +173,10 @@ def create_app(settings: Settings | None = None, *, local: bool = False) -> App:
     Raises:
         SettingsError: a setting is wrong; the message names it.
     """
-    return App(load_settings() if settings is None else settings, local=local)
+    if settings is None:
+        warn_of_variables()
+        settings = load_settings()
+    return App(settings, local=local)
 
 
 async def _serve_error(request: Request, error: Exception) -> Response:
