@@ -7,6 +7,7 @@ command line does so with `configure`.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from contextlib import nullcontext
 from datetime import UTC, datetime
@@ -15,6 +16,28 @@ from typing import Any, TextIO
 import msgspec
 
 _FIELDS = "mlxsrv_fields"
+
+
+BOLD, DIM, RED, GREEN, YELLOW = 1, 2, 31, 32, 33
+"""Codes for `paint`."""
+
+_LEVELS = {logging.WARNING: YELLOW, logging.ERROR: RED, logging.CRITICAL: RED}
+
+
+class Bytes(int):
+    """A number of bytes in a log line: with a unit in text, as it is in JSON."""
+
+    def __str__(self) -> str:
+        return sized(self).replace(" ", "")
+
+
+def sized(bytes: float) -> str:
+    """A number of bytes as people read it: `2.95 MB`."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if bytes < 1000:
+            return f"{bytes:.3g} {unit}"
+        bytes /= 1000
+    return f"{bytes:.3g} TB"
 
 
 def log(
@@ -38,7 +61,8 @@ def configure(level: str, form: str) -> None:
         form: "text" or "json".
     """
     handler = _BesideBars(sys.stderr)
-    handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
+    text = TextFormatter(colours=has_colours(sys.stderr))
+    handler.setFormatter(JsonFormatter() if form == "json" else text)
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel("WARNING")
@@ -46,6 +70,18 @@ def configure(level: str, form: str) -> None:
     logging.getLogger("mlxsrv").setLevel(level.upper())
     # uvicorn's own lines about start and stop say nothing that ours do not.
     logging.getLogger("uvicorn").setLevel("WARNING")
+
+
+def has_colours(stream: TextIO) -> bool:
+    """Whether to write to the stream in colours: a terminal that has them, and a user who does not
+    mind (no-color.org)."""
+    unwanted = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return stream.isatty() and not unwanted
+
+
+def paint(text: str, code: int) -> str:
+    """Text for a terminal, in a colour or weight of ECMA-48."""
+    return f"\x1b[{code}m{text}\x1b[0m"
 
 
 def on_terminal() -> bool:
@@ -80,17 +116,33 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
-        return msgspec.json.encode(line, enc_hook=str).decode()
+        return msgspec.json.encode(line, enc_hook=_encode).decode()
+
+
+def _encode(value: Any) -> Any:
+    return int(value) if isinstance(value, Bytes) else str(value)
 
 
 class TextFormatter(logging.Formatter):
-    """Makes lines such as `12:00:01.234 info  stream end  model=demo tokens=12`."""
+    """Makes lines such as `12:00:01.234 info  stream end  model=demo tokens=12`.
+
+    Args:
+        colours: for a terminal: warnings and errors stand out, times and fields stand back.
+    """
+
+    def __init__(self, *, colours: bool = False) -> None:
+        super().__init__()
+        self._colours = colours
 
     def format(self, record: logging.LogRecord) -> str:
         time = datetime.fromtimestamp(record.created).strftime("%H:%M:%S.%f")[:-3]
         fields = getattr(record, _FIELDS, {})
         text = " ".join(f"{name}={_plain(value)}" for name, value in fields.items())
-        line = f"{time} {record.levelname.lower():<7} {record.getMessage()}  {text}".rstrip()
+        level = f"{record.levelname.lower():<7}"
+        if self._colours:
+            time, text = paint(time, DIM), text and paint(text, DIM)
+            level = paint(level, _LEVELS.get(record.levelno, DIM))
+        line = f"{time} {level} {record.getMessage()}  {text}".rstrip()
         if not record.exc_info:
             return line
         # Indented: the error's message may contain what a client sent, with lines of its own.

@@ -13,7 +13,15 @@ from types import ModuleType
 import pytest
 
 import mlxsrv
-from mlxsrv.logs import JsonFormatter, TextFormatter, configure, log, on_terminal
+from mlxsrv.logs import (
+    Bytes,
+    JsonFormatter,
+    TextFormatter,
+    configure,
+    has_colours,
+    log,
+    on_terminal,
+)
 
 NASTY = 'a\nb "c" \x1b[31m é'
 
@@ -46,6 +54,37 @@ def test_json_is_one_object_with_fields(record: logging.LogRecord) -> None:
         "user": NASTY,
         "tokens": 3,
     }
+
+
+def test_bytes_have_a_unit_for_people_only(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("mlxsrv.test")
+    with caplog.at_level(logging.INFO, "mlxsrv.test"):
+        log(logger, logging.INFO, "loaded", small=Bytes(999), bytes=Bytes(2_952_768), big=7 * 10**9)
+    assert (
+        TextFormatter().format(caplog.records[0]).endswith("small=999B bytes=2.95MB big=7000000000")
+    )
+    assert json.loads(JsonFormatter().format(caplog.records[0]))["bytes"] == 2_952_768
+
+
+def test_colours_are_for_terminals_whose_user_does_not_mind(
+    monkeypatch: pytest.MonkeyPatch, record: logging.LogRecord
+) -> None:
+    assert "\x1b[2m" in TextFormatter(colours=True).format(record)
+    controller, terminal = os.openpty()
+    with os.fdopen(controller, "rb"), os.fdopen(terminal, "w") as stream:
+        for name, value, wanted in (
+            ("TERM", "xterm", True),
+            ("TERM", "dumb", False),
+            ("NO_COLOR", "1", False),
+            ("NO_COLOR", "", True),
+        ):
+            with monkeypatch.context() as patched:
+                patched.delenv("NO_COLOR", raising=False)
+                patched.setenv("TERM", "xterm")
+                patched.setenv(name, value)
+                assert has_colours(stream) is wanted, (name, value)
+    with open(os.devnull, "w") as stream:
+        assert not has_colours(stream)
 
 
 def test_a_traceback_is_part_of_the_object(caplog: pytest.LogCaptureFixture) -> None:
@@ -92,4 +131,4 @@ def test_a_line_is_written_while_a_thread_imports_the_library_of_bars(
         logging.captureWarnings(False)
         assert on_terminal()
         logging.getLogger("mlxsrv").info("told")
-        assert b"info    told" in os.read(controller, 1000)
+        assert re.search(rb"info +\S* told", os.read(controller, 1000))

@@ -15,8 +15,6 @@ from mlxsrv.settings import Settings
 KEY_VARIABLE = "MLXSRV_API_KEY"
 """The variable that clients read the key from. The server reads its keys from it too."""
 
-_ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
-
 
 def server_url(settings: Settings, given: str | None = None) -> str:
     """The address without `/v1`. Raises SettingsError if there is none to tell.
@@ -30,8 +28,13 @@ def server_url(settings: Settings, given: str | None = None) -> str:
         return given.rstrip("/").removesuffix("/v1")
     if settings.port == 0:
         raise SettingsError("port 0 is any free one; give --port, or the server's --url")
-    host = _ANY_ADDRESS.get(settings.host, settings.host)
-    return f"http://{f'[{host}]' if ':' in host else host}:{settings.port}"
+    host = settings.host or "0.0.0.0"
+    return reachable(f"http://{f'[{host}]' if ':' in host else host}:{settings.port}")
+
+
+def reachable(url: str) -> str:
+    """The URL by which this machine reaches a server that may listen on all addresses."""
+    return url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
 
 
 def _is_url(text: str) -> bool:

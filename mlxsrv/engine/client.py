@@ -35,6 +35,7 @@ from mlxsrv.engine.events import (
     Report,
     Started,
     Token,
+    WeightsRead,
 )
 from mlxsrv.engine.orders import (
     Ask,
@@ -92,6 +93,7 @@ class EngineClient:
         self._mailbox = Mailbox(loop, self._receive)
         self._receivers: dict[int, Receiver] = {}
         self._questions: dict[int, asyncio.Future[Any]] = {}
+        self._loads: dict[str, Callable[[int], None]] = {}
         self._numbers = count(1)
         self.failure: str | None = None
         """Why the device thread died; None while it lives."""
@@ -184,18 +186,29 @@ class EngineClient:
 
     # Models.
 
-    async def load(self, order: Load, make_constraint: MakeConstraint | None = None) -> Loaded:
+    async def load(
+        self,
+        order: Load,
+        make_constraint: MakeConstraint | None = None,
+        progressed: Callable[[int], None] | None = None,
+    ) -> Loaded:
         """Load a model. If the caller is cancelled, the load goes on; the model is then unused.
 
         Args:
             order: what to load.
             make_constraint: called by the device thread, for jobs with a grammar.
+            progressed: called with the bytes of weights that each slice has read.
 
         Raises:
             ModelNotLoaded: the message says why.
             EngineFailed: the thread is dead.
         """
-        loaded: Loaded = await self._ask(order, make_constraint)
+        if progressed is not None:
+            self._loads[order.model] = progressed
+        try:
+            loaded: Loaded = await self._ask(order, make_constraint)
+        finally:
+            self._loads.pop(order.model, None)
         return loaded
 
     def unload(self, model: str) -> None:
@@ -299,6 +312,9 @@ class EngineClient:
                 case MemoryShort(missing):
                     if self.memory_short is not None:
                         self.memory_short(missing)
+                case WeightsRead(model, read):
+                    if (progressed := self._loads.get(model)) is not None:
+                        progressed(read)
                 case EngineStopped():
                     self._stop(event.reason)
 

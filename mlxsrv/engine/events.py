@@ -228,6 +228,13 @@ class MemoryShort(msgspec.Struct, frozen=True):
     bytes: int
 
 
+class WeightsRead(msgspec.Struct, frozen=True):
+    """A slice of a load has read so many bytes of the model's weights."""
+
+    model: str
+    bytes: int
+
+
 # Of the thread.
 
 
@@ -237,4 +244,4 @@ class EngineStopped(msgspec.Struct, frozen=True):
     reason: str
 
 
-Event = JobEvent | Answered | MemoryShort | EngineStopped
+Event = JobEvent | Answered | MemoryShort | WeightsRead | EngineStopped

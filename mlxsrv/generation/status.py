@@ -35,8 +35,8 @@ class KVCacheCost(Struct, frozen=True, kw_only=True):
 ModelStatus = Literal["loaded", "downloading", "loading", "waiting for room", "unused", "failed"]
 
 
-class DownloadState(Struct, frozen=True):
-    """Bytes of a model's files: those that are here, and all."""
+class ByteProgress(Struct, frozen=True):
+    """Bytes of a model that is downloaded or loaded: those that are here, and all."""
 
     completed: int
     total: int
@@ -54,8 +54,10 @@ class ModelObject(Struct, frozen=True, kw_only=True):
     state: ModelStatus
     reason: str | None = None
     """Why its last load failed; the next request tries again."""
-    download: DownloadState | None = None
+    download: ByteProgress | None = None
     """The progress of its download, while it is downloaded."""
+    load: ByteProgress | None = None
+    """The progress of its load, while its weights are read."""
     aliases: tuple[str, ...]
     type: Literal["chat", "base", "embedding"] | None = None
     context_length: int | None = None
@@ -101,7 +103,8 @@ class ModelState(Struct, frozen=True, kw_only=True):
 
     id: str
     state: ModelStatus
-    download: DownloadState | None
+    download: ByteProgress | None
+    load: ByteProgress | None
     pinned: bool
     requests: int
     rows: int
@@ -177,13 +180,14 @@ class RecentError(Struct, frozen=True, kw_only=True):
 
 
 class Health(Struct, frozen=True, kw_only=True):
-    """`reason` and `download` are of the default model, where it could not be loaded or is
-    downloaded. `replica` answers, where there are several."""
+    """`reason`, `download` and `load` are of the default model, where it could not be loaded, or is
+    downloaded or loaded. `replica` answers, where there are several."""
 
     status: HealthStatus
     replica: str | UnsetType = UNSET
     reason: str | UnsetType = UNSET
-    download: DownloadState | UnsetType = UNSET
+    download: ByteProgress | UnsetType = UNSET
+    load: ByteProgress | UnsetType = UNSET
     engine: EngineState | UnsetType = UNSET
     models: list[ModelState] | UnsetType = UNSET
     memory: MemoryState | UnsetType = UNSET

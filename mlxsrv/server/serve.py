@@ -6,11 +6,13 @@ import gc
 import logging
 import os
 import signal
+from time import monotonic
 
 from mlxsrv.configuration import warn_of_variables
 from mlxsrv.engine.backend import require_backend
-from mlxsrv.logs import configure, log
+from mlxsrv.logs import configure, log, on_terminal
 from mlxsrv.models.catalogue.catalogue import Catalogue
+from mlxsrv.server.banner import show_banner, show_ready
 from mlxsrv.server.descriptors import raise_limit
 from mlxsrv.server.listening import bind, is_loopback, listen, url_of
 from mlxsrv.server.ranks import end_after_loss, follow_rank_0, join_ranks
@@ -36,6 +38,7 @@ def serve(settings: Settings) -> int:
         ListenError: the address cannot be used.
         ModelNotLoaded: the files of the default model are here and cannot be served.
     """
+    begun = monotonic()
     gc.disable()  # until the model is loaded: imports make no garbage, and collections cost 6 %
     configure(settings.log_level, settings.log_format)
     warn_of_variables()
@@ -47,17 +50,29 @@ def serve(settings: Settings) -> int:
     listener = bind(settings)
     local = is_loopback(listener)
     app = create_app(settings, local=local)
-    Catalogue(settings).require_default()
+    default = Catalogue(settings).require_default()
     # A client that connects from here on waits for the app; one that came before was refused.
     listen(listener, settings)
     # transformers would log lines of its own about prompts that this server refuses anyway.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     url = url_of(listener)
-    log(_log, logging.INFO, "listening", url=url, model=app.default_model, keys=app.key_count)
+    watched = on_terminal() and _log.isEnabledFor(logging.INFO)
+    if watched:
+        show_banner(settings, default, url, keys=bool(app.key_count))
+    else:
+        log(_log, logging.INFO, "listening", url=url, model=app.default_model, keys=app.key_count)
     if not local and not app.key_count:
         why = "whoever can reach this address can use the server; --api-key-file FILE asks for keys"
         log(_log, logging.WARNING, "no api key", why=why)
-    server = Server(app)
+
+    def tell_ready() -> None:
+        seconds = monotonic() - begun
+        if watched:
+            show_ready(seconds, url)
+        else:
+            log(_log, logging.INFO, "ready", model=app.default_model, seconds=seconds)
+
+    server = Server(app, tell_ready)
     # uvicorn handles signals only while it runs, and raises them again after its shutdown, when
     # there is nothing left to do for them.
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -12,6 +12,7 @@ import gc
 import logging
 import signal
 import socket
+from collections.abc import Callable
 from enum import Enum, auto
 from types import FrameType
 
@@ -48,9 +49,13 @@ class _Phase(Enum):
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, but it listens until running requests are over, so new ones get a 503."""
+    """uvicorn's server, but it listens until running requests are over, so new ones get a 503.
 
-    def __init__(self, app: App) -> None:
+    Args:
+        tell_ready: called when the models of the start are loaded, if the default one could be.
+    """
+
+    def __init__(self, app: App, tell_ready: Callable[[], None]) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -65,6 +70,7 @@ class Server(uvicorn.Server):
             )
         )
         self._app = app
+        self._tell_ready = tell_ready
         self._loop: asyncio.AbstractEventLoop | None = None
         self._exiting = asyncio.Event()
         self._draining: asyncio.Task[None] | None = None
@@ -100,6 +106,8 @@ class Server(uvicorn.Server):
         finally:
             gc.freeze()
             gc.enable()
+        if self._app.service.health == "ok":
+            self._tell_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         grace = self._app.settings.shutdown_grace

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import anyio
 import anyio.to_thread
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from mlxsrv.engine.device import DeviceThread
@@ -360,15 +361,19 @@ class Service:
         return None if default in self._problems.proven else self._problems.reasons.get(default)
 
     def brief_health(self) -> Health:
-        """The health, with why it is not well, or how far the download of the default model is."""
+        """The health, with why it is not well, or how far the default model is on its way."""
         health = Health(status=self.health)
         model = self.pool.model(self.pool.catalogue.default)
         reason = self.pool.failure or self._start_problem
-        arrived = None if model is None else model.arrived
         if health.status == "failed" and reason is not None:
             return replace(health, reason=reason)
-        if health.status == "loading" and arrived is not None:
-            return replace(health, download=arrived)
+        if health.status == "loading" and model is not None:
+            arrived, read = model.arrived, model.weights_read
+            return replace(
+                health,
+                download=UNSET if arrived is None else arrived,
+                load=UNSET if read is None else read,
+            )
         return health
 
     @property

@@ -48,6 +48,7 @@ def model_object(
         state="failed" if reason is not None else state,
         reason=reason,
         download=None if model is None else model.arrived,
+        load=None if model is None else model.weights_read,
         aliases=entry.aliases,
         kv_cache=None if loaded is None else _kv_cache(loaded.kv_costs, loaded.draft_costs),
     )
@@ -147,6 +148,7 @@ def _model_state(model: Model, engine: dict[str, int], *, pinned: bool) -> Model
         id=model.name,
         state=model.status,
         download=model.arrived,
+        load=model.weights_read,
         pinned=pinned,
         requests=model.leases,
         rows=model.rows.borrowed_tokens,

@@ -24,11 +24,11 @@ from mlxsrv.configuration import settings_from
 from mlxsrv.engine.backend import describe_device, require_backend
 from mlxsrv.engine.working_memory import SERVED_SHARE, find_working_memory
 from mlxsrv.errors import BackendMissing
+from mlxsrv.logs import sized
 from mlxsrv.models.catalogue.catalogue import Catalogue
 from mlxsrv.settings import Settings
 from mlxsrv.terminal.client import RequestFailed, client_of
 from mlxsrv.terminal.processes import listening_process
-from mlxsrv.terminal.screen import sized
 from mlxsrv.terminal.starting import running_server
 from mlxsrv.version import __version__
 

@@ -8,8 +8,9 @@ import msgspec
 
 from mlxsrv.arguments import command_arguments
 from mlxsrv.configuration import settings_from
+from mlxsrv.logs import sized
 from mlxsrv.models.catalogue.catalogue import Catalogue, ModelEntry
-from mlxsrv.terminal.screen import aligned, sized
+from mlxsrv.terminal.screen import aligned
 
 
 class ModelLine(msgspec.Struct, frozen=True, kw_only=True):

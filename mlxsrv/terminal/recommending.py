@@ -14,9 +14,10 @@ from mlxsrv.arguments import command_arguments
 from mlxsrv.configuration import settings_from
 from mlxsrv.engine.backend import describe_device
 from mlxsrv.engine.working_memory import SERVED_SHARE, find_working_memory
+from mlxsrv.logs import sized
 from mlxsrv.options import SettingsError
 from mlxsrv.settings import options
-from mlxsrv.terminal.screen import aligned, sized
+from mlxsrv.terminal.screen import aligned
 
 _TABLE = Path(__file__).with_name("models.toml")
 _MOST = 6

@@ -8,9 +8,10 @@ from typing import Any
 
 from mlxsrv.arguments import Arguments
 from mlxsrv.errors import ModelNotFound
+from mlxsrv.logs import sized
 from mlxsrv.models.catalogue.hub_cache import Repository
 from mlxsrv.options import SettingsError
-from mlxsrv.terminal.screen import agreed, sized
+from mlxsrv.terminal.screen import agreed
 
 
 def pull(arguments: Sequence[str]) -> None:

@@ -5,31 +5,17 @@ A pipe gets plain text and no such line.
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import TextIO
 
+from mlxsrv.logs import DIM, has_colours, paint
 from mlxsrv.options import SettingsError
 
 
 def dim(text: str, stream: TextIO | None = None) -> str:
     """The text in grey on a terminal whose user wants colours; else as it is."""
     stream = sys.stdout if stream is None else stream
-    return f"\x1b[2m{text}\x1b[0m" if text and stream.isatty() and not no_color() else text
-
-
-def no_color() -> bool:
-    """Whether the user wants none: https://no-color.org."""
-    return bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
-
-
-def sized(number: float) -> str:
-    """A number of bytes in words."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if number < 1000:
-            return f"{number:.3g} {unit}"
-        number /= 1000
-    return f"{number:.3g} TB"
+    return paint(text, DIM) if text and has_colours(stream) else text
 
 
 def aligned(rows: list[tuple[str, ...]]) -> str:

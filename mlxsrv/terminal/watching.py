@@ -8,10 +8,11 @@ from typing import Any
 
 from mlxsrv.arguments import command_arguments
 from mlxsrv.configuration import settings_from
+from mlxsrv.logs import sized
 from mlxsrv.options import SettingsError
 from mlxsrv.terminal.client import RequestFailed, client_of
 from mlxsrv.terminal.processes import ListeningProcess, listening_process
-from mlxsrv.terminal.screen import aligned, sized
+from mlxsrv.terminal.screen import aligned
 
 
 def ps(arguments: Sequence[str]) -> None:

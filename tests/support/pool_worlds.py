@@ -18,7 +18,6 @@ from mlxsrv.engine.events import Loaded, Report
 from mlxsrv.engine.orders import Load
 from mlxsrv.errors import ModelNotLoaded, ServeError
 from mlxsrv.formats.files import UnusableFile
-from mlxsrv.generation.parameters import MakeConstraint
 from mlxsrv.models.catalogue.catalogue import Catalogue
 from mlxsrv.models.pool import preparing
 from mlxsrv.models.pool.lease import Lease
@@ -72,7 +71,7 @@ class Engine:
         await self._world.pause()
         self.meeting.remove(path)
 
-    async def load(self, command: Load, _: MakeConstraint | None = None) -> Loaded:
+    async def load(self, command: Load, *_: object) -> Loaded:
         name = command.model
         self._require(name not in self.loaded | self.loading, f"{name} is loaded twice")
         self.loading.add(name)

@@ -153,7 +153,7 @@ def log() -> Iterator[Log]:
     logger, log = logging.getLogger("mlxsrv.models"), Log()
     level = logger.level
     logger.addHandler(log)
-    logger.setLevel(logging.INFO)
+    logger.setLevel(logging.DEBUG)
     yield log
     logger.setLevel(level)
     logger.removeHandler(log)

@@ -21,6 +21,7 @@ from mlxsrv.engine.events import (
     PromptRead,
     Started,
     Token,
+    WeightsRead,
 )
 from mlxsrv.engine.orders import (
     Ask,
@@ -122,6 +123,7 @@ class Bench:
         self.runner.record = True
         self.jobs: dict[tuple[int, int], JobLog] = {}
         self.answers: dict[tuple[int, int], Any] = {}
+        self.weights_read: dict[tuple[int, str], int] = {}  # bytes by client and model
         self.shortages: list[tuple[int, int]] = []  # (client, bytes) as they were told
         self._shrunk: int | None = None  # the budget that holds when a round is over
         self.closed: set[int] = set()  # clients that have sent their last order
@@ -242,6 +244,8 @@ class Bench:
                 self.answers[client, event.number] = event.value
             case MemoryShort(missing):
                 self.shortages.append((client, missing))
+            case WeightsRead(model, read):
+                self.weights_read[client, model] = self.weights_read.get((client, model), 0) + read
             case _:
                 self.jobs[client, event.job].take(event, self.runner.now)
 

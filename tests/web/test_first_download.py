@@ -20,6 +20,7 @@ import pytest
 from starlette.testclient import TestClient
 
 import mlxsrv
+from mlxsrv.version import __version__
 from tests.support.client import Body, ask, chat
 from tests.support.hub import Hub
 from tests.support.serving import Server, serving, wait_for
@@ -135,13 +136,15 @@ def test_without_a_key_health_tells_no_more_than_the_status(
         assert "no repository" in told["reason"]
 
 
-def test_on_a_terminal_a_bar_shows_the_download(hub: Hub, model: Path, tmp_path: Path) -> None:
+def test_a_terminal_shows_a_banner_then_the_download_then_that_it_is_ready(
+    hub: Hub, model: Path, tmp_path: Path
+) -> None:
     hub.add("org/first", model)
     hub.hold(WEIGHTS, at=HELD)
     ours, theirs = pty.openpty()
     fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
-    command = [sys.executable, "-m", "mlxsrv", "--model", "org/first", "--port", "0"]
-    own = hub.environment(tmp_path)
+    command = [sys.executable, "-m", "mlxsrv", "org/first", "--port", "0"]
+    own = hub.environment(tmp_path) | {"NO_COLOR": "1"}
     with subprocess.Popen(command, env=own, stderr=theirs) as process, open(ours, "rb", 0) as seen:
         os.close(theirs)
 
@@ -151,9 +154,18 @@ def test_on_a_terminal_a_bar_shows_the_download(hub: Hub, model: Path, tmp_path:
             return before
 
         text = read_until(r"org/first: +[1-9]\d?%")
+        banner, _, _ = text.partition("%")
+        assert f"mlxsrv {__version__}\r\n" in banner
+        url = re.search(r"Chat +(http://127.0.0.1:\d+) ", banner)
+        assert url is not None, banner
+        assert re.search(rf"Clients +{url[1]}/v1 ", banner)
+        for told in ("Model    org/first, which is downloaded first", "GB in this", "Ctrl-C"):
+            assert told in banner
         assert re.search(r"\r\d\d:\d\d:\S+ info +downloading +model=org/first percent=0", text)
         hub.hurry(WEIGHTS)
-        text = read_until("model loaded", text)
+        text = read_until(r"Ready in \S+ s: ", text)
+        assert "model loaded" in text
+        assert not re.search(r"patch|divided|listening|\x1b\[\d+m", text)
         assert len(re.findall(" downloading ", text)) == 1, "the bar tells the rest"
         process.terminate()
         assert process.wait(60) == 0

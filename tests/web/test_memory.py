@@ -123,7 +123,7 @@ def test_what_a_row_takes_is_told_by_kind_of_layer(
 def test_the_log_says_how_memory_is_divided(model_folder: ModelFolder, tmp_path: Path) -> None:
     limit = 40_000_000
     models = [f"--model={name}={model_folder(name)}" for name in ("qwen3", "gemma3_text")]
-    options = (*models, "--no-hf-cache", f"--memory-limit={limit}")
+    options = (*models, "--no-hf-cache", f"--memory-limit={limit}", "--log-level=debug")
     with serving(tmp_path, *options) as server, server.client() as client:
         first = server.logged("memory divided")
         assert first["limit"] == limit == first["weights"] + first["left"]

@@ -370,11 +370,18 @@ def test_health_is_loading_while_the_default_model_loads(folders: Folders, tmp_p
         serving_faulty(tmp_path, "--model", f"{name}={folders.plain}") as server,
         server.client() as client,
     ):
+        wait_for(lambda: "load" in client.get("/health").json(), why="the load begins")
         response = client.get("/health")
-        assert (response.status_code, response.json()) == (503, {"status": "loading"})
+        assert (response.status_code, response.json()["status"]) == (503, "loading")
+        total = folders.plain.joinpath("model.safetensors").stat().st_size
+        read = response.json()["load"]
+        assert read["completed"] == 0 < read["total"] < total
+        [entry] = [each for each in client.get("/v1/models").json()["data"] if each["id"] == name]
+        assert (entry["state"], entry["load"]) == ("loading", read)
         assert client.get("/health/live").status_code == 200
         server.signal(faulty.RELEASE)
         wait_for(lambda: client.get("/health").status_code == 200, why="the model is loaded")
+        assert client.get("/v1/models/default").json()["load"] is None
         assert server.log("model loaded", model=name)
 
 

@@ -39,5 +39,5 @@ def _parse(text: str) -> frozenset[str]:
 
 
 def log_applied(patch: str, effect: str) -> None:
-    """The one log line of a patch."""
-    _log.info("patch %s: %s", patch, effect)
+    """The one log line of a patch, at level debug."""
+    _log.debug("patch %s: %s", patch, effect)

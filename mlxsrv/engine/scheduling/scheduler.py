@@ -19,7 +19,7 @@ from typing import assert_never
 
 import msgspec
 
-from mlxsrv.engine.events import Answered, Event, Failed, Loaded, Report
+from mlxsrv.engine.events import Answered, Event, Failed, Loaded, Report, WeightsRead
 from mlxsrv.engine.faults import note
 from mlxsrv.engine.orders import (
     Ask,
@@ -339,6 +339,8 @@ class Scheduler:
         if isinstance(work, (LoadSlice, AttachSlice)):
             if (task := self._loads.note_outcome(work, outcome)) is not None:
                 self._finish(task)
+            elif isinstance(outcome.done, LoadStep) and work.model in self._owners:
+                self._tell_progress(work.model, outcome.done.bytes)
         elif isinstance(work, AnswerQuestion):
             self._settle_question(work, outcome)
         elif (model := self._models.get(work.model)) is not None:
@@ -362,6 +364,10 @@ class Scheduler:
             if task.step.refusal is not None:
                 del self._owners[task.model]
         self._answer(client, task.question, value)
+
+    def _tell_progress(self, model: int, bytes: int) -> None:
+        event = WeightsRead(self._loads.name(model), bytes)
+        self._clients[self._owners[model]].budget.events.append(event)
 
     def _add_model(self, task: FinishedTask, step: LoadStep, client: int) -> Loaded:
         assert isinstance(task.order, Load)

@@ -135,11 +135,16 @@ class Catalogue:
             self.scan()
             self._require(wanted)
 
-    def require_default(self) -> None:
-        """Raise ModelNotLoaded if files of the default model are here and cannot be served."""
-        reason = self._look(self._index.entries[self.default]).get("problem")
-        if reason is not None:
-            raise ModelNotLoaded(f"the model {self.default!r} cannot be served: {reason}")
+    def require_default(self) -> ModelEntry:
+        """Return the default model, as its files describe it.
+
+        Raises ModelNotLoaded if they are here and cannot be served.
+        """
+        entry = self._index.entries[self.default]
+        entry = msgspec.structs.replace(entry, **self._look(entry))
+        if entry.problem is not None:
+            raise ModelNotLoaded(f"the model {self.default!r} cannot be served: {entry.problem}")
+        return entry
 
     def __iter__(self) -> Iterator[ModelEntry]:
         return iter(self._index.entries.values())

@@ -40,9 +40,9 @@ from msgspec import Meta
 from mlxsrv.errors import ModelNotFound, ModelNotLoaded, ServeError
 from mlxsrv.formats.files import UnusableFile
 from mlxsrv.formats.model_folder import describe_model
-from mlxsrv.generation.status import DownloadState
+from mlxsrv.generation.status import ByteProgress
 from mlxsrv.models.catalogue.hub_cache import Repository, cached, matches, read_ref
-from mlxsrv.models.catalogue.progress import DownloadReport, PulledFile
+from mlxsrv.models.catalogue.progress import DownloadReport, PulledFile, open_bar
 from mlxsrv.version import __version__
 
 _Choose = Callable[[Sequence[str]], Sequence[str]]
@@ -97,7 +97,7 @@ class Commit(msgspec.Struct, frozen=True):
     others: list[HubFile]
 
 
-def _report_nothing(file: PulledFile, arrived: DownloadState) -> None:
+def _report_nothing(file: PulledFile, arrived: ByteProgress) -> None:
     return
 
 
@@ -347,21 +347,16 @@ class _Download:
             here = _size(self._blob(file)) or _size(self._partial(file))
             self._here[file.checksum] = min(here, file.size)
         self._total = sum(sizes.values())
-        with tqdm(
-            desc=str(self.repository),
-            total=self._total,
-            initial=sum(self._here.values()),
-            unit="B",
-            unit_scale=True,
-            disable=not self._progress,
-        ) as self._bar:
+        here, disable = sum(self._here.values()), not self._progress
+        name = str(self.repository)
+        with open_bar(name, self._total, initial=here, disable=disable) as self._bar:
             yield
 
     def _note(self, file: HubFile, done: int) -> None:
         """Report how many bytes of a file are here now; there may be fewer than before."""
         self._bar.update(done - self._here[file.checksum])
         self._here[file.checksum] = done
-        arrived = DownloadState(sum(self._here.values()), self._total)
+        arrived = ByteProgress(sum(self._here.values()), self._total)
         self._report(PulledFile(file.checksum, file.size, done), arrived)
 
     def _append(self, url: str, partial: Path, wanted: HubFile) -> None:

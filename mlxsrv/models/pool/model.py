@@ -24,9 +24,9 @@ import msgspec
 from mlxsrv.engine.events import Loaded
 from mlxsrv.engine.orders import Attach
 from mlxsrv.formats.sae_files import SAEFile
-from mlxsrv.generation.status import DownloadState
+from mlxsrv.generation.status import ByteProgress
 from mlxsrv.models.catalogue.catalogue import ModelEntry
-from mlxsrv.models.catalogue.progress import DownloadProgress
+from mlxsrv.models.catalogue.progress import DownloadProgress, LoadProgress
 from mlxsrv.models.pool.clients import Client, Places
 from mlxsrv.models.pool.model_files import SHORT_ROW, ModelFiles
 from mlxsrv.models.pool.row_queue import RowQueue
@@ -117,6 +117,7 @@ class Model:
         keep_alive: seconds that it stays loaded without a user; None: as the settings say. It is
             forgotten when the model is unloaded.
         download: the last download of its files, or of its draft model's.
+        reading: the progress of its load, while it is loaded.
     """
 
     def __init__(self, entry: ModelEntry, settings: Settings) -> None:
@@ -133,6 +134,7 @@ class Model:
         self.last_entry = 0.0
         self.keep_alive: float | None = None
         self.download: DownloadProgress | None = None
+        self.reading: LoadProgress | None = None
         self._state = LoadState.UNUSED
         self._places = Places(settings.max_concurrency, settings.max_queue)
         self._tickets: deque[Ticket] = deque()
@@ -228,11 +230,16 @@ class Model:
         return "loading" if asked else "unused"
 
     @property
-    def arrived(self) -> DownloadState | None:
+    def arrived(self) -> ByteProgress | None:
         """The progress of its download; None if none is under way."""
         if self._state is not LoadState.FETCHING or self.download is None:
             return None
         return self.download.arrived
+
+    @property
+    def weights_read(self) -> ByteProgress | None:
+        """The progress of its load; None if none is under way."""
+        return None if self.reading is None else self.reading.arrived
 
     @property
     def forgettable(self) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from mlxsrv.engine.events import Loaded
-from mlxsrv.logs import log
+from mlxsrv.logs import Bytes, log
 
 _log = logging.getLogger("mlxsrv.models")
 
@@ -62,8 +62,8 @@ class PoolLog:
             "model loaded",
             model=loaded.model,
             seconds=seconds,
-            bytes=loaded.bytes,
-            shared=loaded.shared,
+            bytes=Bytes(loaded.bytes),
+            shared=Bytes(loaded.shared),
             batched=loaded.batched,
         )
         for observer in self._observers:
@@ -82,14 +82,21 @@ class PoolLog:
             "model unloaded",
             model=loaded.model,
             reason=reason,
-            bytes=loaded.bytes,
+            bytes=Bytes(loaded.bytes),
         )
         for observer in self._observers:
             observer.model_evicted(loaded.model, reason.partition(" ")[0])
 
     def divided(self, limit: int, left: int) -> None:
         """Weights have come or go: so many bytes are left for rows and cached prompts."""
-        log(_log, logging.INFO, "memory divided", limit=limit, weights=limit - left, left=left)
+        log(
+            _log,
+            logging.DEBUG,
+            "memory divided",
+            limit=Bytes(limit),
+            weights=Bytes(limit - left),
+            left=Bytes(left),
+        )
 
     def switched(
         self, model: str, victims: Sequence[str], *, waited: float, seconds: float

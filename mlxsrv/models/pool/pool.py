@@ -38,6 +38,7 @@ from mlxsrv.errors import (
     ShuttingDown,
 )
 from mlxsrv.models.catalogue.catalogue import Catalogue, ModelEntry
+from mlxsrv.models.catalogue.progress import LoadProgress
 from mlxsrv.models.control_vectors import control_vectors
 from mlxsrv.models.pool.clients import THE_SERVER, Client
 from mlxsrv.models.pool.lease import Lease, Withdrawn
@@ -394,7 +395,9 @@ class Pool:
             placed = loop.time()
             lookup = self.catalogue.looks_up(model.entry)
             order = load_order(model.name, model.files, self._settings, self.vectors, lookup=lookup)
-            loaded = await self.engine.load(order, tokenizer.make_constraint)
+            with LoadProgress(model.name, model.files.base + model.files.own) as model.reading:
+                progressed = model.reading.add
+                loaded = await self.engine.load(order, tokenizer.make_constraint, progressed)
         except Unwanted:
             model.load_task = None
             if model.wanted:  # a request has come before this task heard that it was unwanted

@@ -102,7 +102,7 @@ def test_each_patch_has_a_switch_and_a_log_line(chosen: str, applied: set[str]) 
     out = run(
         """
         import logging, resource, sys
-        logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
+        logging.basicConfig(level=logging.DEBUG, stream=sys.stdout, format="%(message)s")
         resource.setrlimit(resource.RLIMIT_NOFILE, (3000, 4096))
         from mlxsrv.engine.patches.imports import patch_imports
         patch_imports()

@@ -83,7 +83,7 @@ def test_once_is_as_good_as_twice() -> None:
         class Kept(logging.Handler):
             def emit(self, record): print(record.getMessage())
         logging.getLogger("mlxsrv.engine").addHandler(Kept())
-        logging.getLogger("mlxsrv.engine").setLevel(logging.INFO)
+        logging.getLogger("mlxsrv.engine").setLevel(logging.DEBUG)
         assert openblas.bind_openblas()
         first = products()
         assert openblas.bind_openblas()

@@ -82,6 +82,8 @@ def test_of_two_loads_of_one_folder_one_has_slices() -> None:
     third = bench.ask(msgspec.structs.replace(ORDER, model="o", path="/b"))
     bench.rounds(3)
     assert [work.model for work in bench.items(LoadSlice)] == [1, 3] * 3
+    slices = [work.limit for work in bench.items(LoadSlice) if work.model == 1]
+    assert bench.weights_read[1, "m"] == sum(slices[:-1]), "with the last it is loaded"
     bench.finish()
     assert all(isinstance(bench.answers[1, each], Loaded) for each in (first, second, third))
 
