@@ -6,19 +6,20 @@ import gc
 import logging
 import os
 import signal
+from functools import partial
 from time import monotonic
 
 from mlxsrv.configuration import warn_of_variables
 from mlxsrv.engine.backend import require_backend
 from mlxsrv.logs import configure, log, on_terminal
-from mlxsrv.models.catalogue.catalogue import Catalogue
+from mlxsrv.models.catalogue.catalogue import Catalogue, ModelEntry
 from mlxsrv.server.banner import show_banner, show_ready
 from mlxsrv.server.descriptors import raise_limit
 from mlxsrv.server.listening import bind, is_loopback, listen, url_of
 from mlxsrv.server.ranks import end_after_loss, follow_rank_0, join_ranks
 from mlxsrv.server.server import Server
 from mlxsrv.settings import Settings
-from mlxsrv.web.app import create_app
+from mlxsrv.web.app import App, create_app
 
 _log = logging.getLogger("mlxsrv.server")
 
@@ -56,23 +57,11 @@ def serve(settings: Settings) -> int:
     # transformers would log lines of its own about prompts that this server refuses anyway.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     url = url_of(listener)
-    watched = on_terminal() and _log.isEnabledFor(logging.INFO)
-    if watched:
-        show_banner(settings, default, url, keys=bool(app.key_count))
-    else:
-        log(_log, logging.INFO, "listening", url=url, model=app.default_model, keys=app.key_count)
+    watched = _greet(app, default, url)
     if not local and not app.key_count:
         why = "whoever can reach this address can use the server; --api-key-file FILE asks for keys"
         log(_log, logging.WARNING, "no api key", why=why)
-
-    def tell_ready() -> None:
-        seconds = monotonic() - begun
-        if watched:
-            show_ready(seconds, url)
-        else:
-            log(_log, logging.INFO, "ready", model=app.default_model, seconds=seconds)
-
-    server = Server(app, tell_ready)
+    server = Server(app, partial(_tell_state, app, url, begun, watched=watched))
     # uvicorn handles signals only while it runs, and raises them again after its shutdown, when
     # there is nothing left to do for them.
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -89,3 +78,29 @@ def serve(settings: Settings) -> int:
         server.end.now()  # Python would wait for threads that still import, and fail their imports
     server.end.within(_THREADS_SECONDS)
     return server.end.status
+
+
+def _greet(app: App, default: ModelEntry, url: str) -> bool:
+    """Tell where the server listens. Returns whether somebody watches on a terminal."""
+    watched = on_terminal() and _log.isEnabledFor(logging.INFO)
+    if watched:
+        show_banner(app.settings, default, url, keys=bool(app.key_count))
+    else:
+        log(_log, logging.INFO, "listening", url=url, model=app.default_model, keys=app.key_count)
+    return watched
+
+
+def _tell_state(app: App, url: str, begun: float, *, watched: bool) -> None:
+    """Tell whether requests are answered, once the models of the start are loaded or could not be.
+
+    Args:
+        begun: when the start began, by time.monotonic.
+    """
+    seconds = monotonic() - begun
+    if app.service.health == "failed":
+        why = "its model could not be loaded; /health is 503, and the next request tries again"
+        log(_log, logging.WARNING, "not ready", model=app.default_model, why=why)
+    elif app.service.health == "ok" and watched:
+        show_ready(seconds, url)
+    elif app.service.health == "ok":
+        log(_log, logging.INFO, "ready", model=app.default_model, seconds=seconds)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import signal
 import socket
 from collections.abc import Callable
@@ -52,10 +53,10 @@ class Server(uvicorn.Server):
     """uvicorn's server, but it listens until running requests are over, so new ones get a 503.
 
     Args:
-        tell_ready: called when the models of the start are loaded, if the default one could be.
+        tell_state: called when the models of the start are loaded, or could not be.
     """
 
-    def __init__(self, app: App, tell_ready: Callable[[], None]) -> None:
+    def __init__(self, app: App, tell_state: Callable[[], None]) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -70,7 +71,7 @@ class Server(uvicorn.Server):
             )
         )
         self._app = app
-        self._tell_ready = tell_ready
+        self._tell_state = tell_state
         self._loop: asyncio.AbstractEventLoop | None = None
         self._exiting = asyncio.Event()
         self._draining: asyncio.Task[None] | None = None
@@ -106,8 +107,7 @@ class Server(uvicorn.Server):
         finally:
             gc.freeze()
             gc.enable()
-        if self._app.service.health == "ok":
-            self._tell_ready()
+        self._tell_state()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         grace = self._app.settings.shutdown_grace
@@ -135,6 +135,8 @@ class Server(uvicorn.Server):
             if sig == signal.SIGINT:
                 interrupt()
             self.end.now()
+        if sig == signal.SIGINT and not self.should_exit:
+            os.write(2, b"\n" * os.isatty(2))  # behind the terminal's ^C
         if not self._loading.done():
             self.early = True
             self.end.status = INTERRUPTED if sig == signal.SIGINT else 0

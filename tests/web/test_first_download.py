@@ -96,7 +96,8 @@ def test_the_download_of_the_default_model_is_told_everywhere(
         assert client.get("/v1/models/default").json()["id"] == "org/first"
         hub.hurry(WEIGHTS)
         server.logged("model downloaded")
-        wait_for(lambda: client.get("/health").status_code == 200, why="it is loaded")
+        assert server.logged("ready")["model"] == "org/first"
+        assert client.get("/health").status_code == 200
         entry, tag = of_default(client)
         assert (entry["state"], tag["state"], entry["download"]) == ("loaded",) * 2 + (None,)
         assert len(server.log("downloading")) <= 11, "a line for each tenth"
@@ -108,6 +109,7 @@ def test_a_default_model_that_cannot_be_had_is_told_until_it_is_loaded(
     with starting(tmp_path, hub) as (server, client):
         reason = server.logged("load failed")["reason"]
         assert "no repository" in reason
+        assert server.logged("not ready")["model"] == "org/first"
         wait_for(lambda: client.get("/health").json()["status"] != "loading", why="the start ends")
         response = client.get("/health")
         assert response.status_code == 503
