@@ -29,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     arguments = list(sys.argv[1:] if argv is None else argv)
     before = signal.signal(signal.SIGINT, interrupt)
     from mlxsrv.commands import COMMANDS
+    from mlxsrv.configuration import warn_of_variables
     from mlxsrv.errors import ServeError
     from mlxsrv.options import SettingsError
     from mlxsrv.server.listening import ListenError
@@ -37,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         name, rest = _find_command(arguments, COMMANDS)
         if name != _SERVE:
             signal.signal(signal.SIGINT, before)
+            warn_of_variables()
         _run(COMMANDS[name].run, rest)
     except SettingsError as error:
         _fail(2, str(error))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mlxsrv.arguments import add_model, command_arguments
-from mlxsrv.configuration import settings_from, warn_of_variables
+from mlxsrv.configuration import settings_from
 from mlxsrv.models.catalogue.catalogue import Catalogue
 from mlxsrv.options import SettingsError
 from mlxsrv.replicas.application import ReplicaScale, deployment, import_serve
@@ -71,7 +71,6 @@ def replicas(arguments: Sequence[str]) -> None:
         parser.add_argument(flag, type=kind, metavar=metavar, help=text)
     flags = parser.read(arguments)
     own = {flag: flags.pop(flag[2:].replace("-", "_")) for flag, *_ in _FLAGS}
-    warn_of_variables()
     settings = settings_from(flags)
     run(settings, _scale(own), own["--ray-address"])
 

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from mlxsrv.connect.url import KEY_VARIABLE
+from mlxsrv.logs import sized
 from mlxsrv.settings import Settings, options
 from mlxsrv.terminal.client import RequestFailed, ServerClient, client_of
 from mlxsrv.terminal.screen import StatusLine
@@ -177,11 +178,11 @@ def _wait_until_ready(client: ServerClient, started: StartedServer | None = None
 
 
 def _progress(state: Mapping[str, Any]) -> str:
-    arrived = state.get("download")
-    if not arrived:
-        return "loading the model"
-    share = arrived["completed"] / max(arrived["total"], 1)
-    return f"downloading the model: {share:.0%} of {arrived['total'] / 1e9:.1f} GB"
+    for doing, kind in (("downloading", "download"), ("loading", "load")):
+        if arrived := state.get(kind):
+            share = arrived["completed"] / max(arrived["total"], 1)
+            return f"{doing} the model: {share:.0%} of {sized(arrived['total'])}"
+    return "loading the model"
 
 
 @contextmanager
