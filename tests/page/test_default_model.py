@@ -59,7 +59,7 @@ def test_a_download_is_shown_and_waited_for(page: Any, serve: Serve, hub: Hub, f
         hub.mend()
         expect(answers(page)).to_contain_text("Here I am.")
         expect(told).to_be_hidden()
-        expect(chosen).to_have_text("org/first")
+        expect(chosen).to_have_text(re.compile(r"^org/first · [\d.]+ [kM]B$"))
 
 
 def test_a_load_that_fails_is_told_and_tried_again(

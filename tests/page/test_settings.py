@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import httpx
 import pytest
 from playwright.sync_api import expect
 
 from tests.page.chatting import QUESTION, answers, ask, box, setting
+from tests.page.conftest import Serve
 
 SCHEMA = '{"type": "object"}'
 
@@ -83,3 +86,25 @@ def test_a_number_out_of_range_is_told_at_its_field(
     expect(setting(page, name)).to_be_focused()
     expect(box(page)).to_have_value("Hello")
     expect(answers(page)).to_have_count(0)
+
+
+def test_an_empty_field_says_what_counts_in_its_place(page: Any, url: str) -> None:
+    page.goto(url)
+    expect(setting(page, "Temperature")).to_have_attribute("placeholder", "0")  # the model's own
+    expect(setting(page, "Top p")).to_have_attribute("placeholder", "1")
+
+
+def test_the_profiles_of_the_model_are_offered(page: Any, serve: Serve) -> None:
+    with serve() as url:
+        post = partial(httpx.post, timeout=60)
+        post(f"{url}/api/saes/demo/attach", json={}).raise_for_status()
+        place = {"model_id": "demo", "sae_id": "demo", "layer": 2}
+        profile = {"name": "short", "steering": {"239": 8}, "mode": "additive", **place}
+        post(f"{url}/api/profiles", json=profile).raise_for_status()
+        page.goto(url)
+        setting(page, "Steering profile").select_option("short")
+        expect(chips(page)).to_have_text("Profile short×")
+        with page.expect_request("**/v1/chat/completions") as sent:
+            ask(page, QUESTION)
+        assert sent.value.post_data_json["profile"] == "short"
+        expect(answers(page)).to_contain_text(" written")

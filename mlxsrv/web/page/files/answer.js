@@ -58,13 +58,12 @@ export class AnswerView {
 
 	/** Show the thoughts, which are folded, and their last line while more of them come. */
 	drawThoughts(reasoning, thinks) {
-		const { elapsed, thoughtFrom, thoughtFor, usage } = this.answer;
+		const { elapsed, thoughtFrom, thoughtFor } = this.answer;
 		this.folded.hidden = reasoning === "";
 		this.folded.classList.toggle("moving", thinks);
 		this.thoughts.update(reasoning);
 		const since = Math.max(0, elapsed - (thoughtFrom ?? elapsed));
-		const tokens = usage ? ` · ${count(usage.completion_tokens)} tokens` : "";
-		if (thinks) this.thinking.textContent = `Thinking, ${Math.floor(since / 1000)} s${tokens}`;
+		if (thinks) this.thinking.textContent = `Thinking, ${Math.floor(since / 1000)} s`;
 		else this.thinking.textContent = thoughtFor ? `Thought for ${seconds(thoughtFor / 1000)}` : "Thoughts";
 		this.glimpse.hidden = !thinks || this.folded.open;
 		if (!this.glimpse.hidden) this.glimpse.replaceChildren(visible(lastLine(reasoning)));

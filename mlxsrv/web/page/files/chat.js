@@ -37,7 +37,7 @@ export class View {
 		this.settings = new SettingsForm(this);
 		this.list = new ConversationList(this);
 		this.side = new Panel("panel", "Chats", this.list.element, isWide());
-		this.options = new Panel("settings", "Settings", this.settings.element, false);
+		this.options = new Panel("settings", "Settings", this.settings.element, false, () => this.settings.refresh());
 		this.title = el("h1", { dir: "auto" });
 		this.messages = el("div.messages");
 		this.welcome = new Welcome(this);
@@ -450,8 +450,9 @@ function startOf(begun) {
 
 /** A part beside the conversation that one may close; on a narrow screen it covers the conversation. */
 class Panel {
-	constructor(name, label, content, open) {
+	constructor(name, label, content, open, opened = () => {}) {
 		this.content = content;
+		this.opened = opened;
 		this.toggle = iconButton(name, label, () => this.show(content.hidden));
 		this.show(open);
 	}
@@ -459,6 +460,11 @@ class Panel {
 	show(open) {
 		this.content.hidden = !open;
 		this.toggle.ariaExpanded = String(open);
+		if (open) this.opened();
+	}
+
+	get isOpen() {
+		return !this.content.hidden;
 	}
 }
 

@@ -51,8 +51,11 @@ export class Models extends EventTarget {
 			return now === state || (now === "unused" && state === "failed");
 		});
 		if (!known) return this.refresh();
-		for (const model of this.all) model.download = byId.get(model.id)?.download;
-		if (this.all.some(({ download }) => download)) this.choose(this.chosen);
+		for (const model of this.all) {
+			const { download, load } = byId.get(model.id) ?? {};
+			Object.assign(model, { download, load });
+		}
+		if (this.all.some(progressOf)) this.choose(this.chosen);
 	}
 
 	choose(id) {
@@ -71,6 +74,7 @@ export class Models extends EventTarget {
 			for (const option of select.options) {
 				const model = this.all.find(({ id }) => id === option.value);
 				if (isMoving(model) || model.state === "failed") option.text += ` (${stateOf(model)})`;
+				else if (model.size) option.text += ` · ${bytes(model.size)}`;
 			}
 		});
 		return select;
@@ -79,21 +83,23 @@ export class Models extends EventTarget {
 	/** Make a line that says what keeps the chosen model from answering. */
 	line() {
 		const text = el("span", { role: "status" });
-		const bar = el("progress", { ariaLabel: "Download" });
+		const bar = el("progress");
 		const figures = el("span.quiet");
 		const again = small("Try again", () => this.load(this.chosen));
 		const line = el("p.line.note", { hidden: true }, text, bar, figures, again);
 		this.addEventListener("change", () => {
-			const { id, state, reason, download } = this.current ?? {};
+			const { id, state, reason, ...rest } = this.current ?? {};
+			const progress = progressOf(rest);
 			line.hidden = state !== "failed" && !(state && isMoving({ state }));
 			const news = state === "failed" ? `${id} could not be loaded: ${reason}` : `${id}: ${state}`;
 			if (text.textContent !== news) text.textContent = news; // screen readers say it once
 			text.classList.toggle("error", state === "failed");
 			again.hidden = state !== "failed";
-			bar.hidden = figures.hidden = !download;
-			if (!download) return;
-			bar.value = share(download);
-			figures.textContent = `${bytes(download.completed)} of ${bytes(download.total)}`;
+			bar.hidden = figures.hidden = !progress;
+			if (!progress) return;
+			bar.ariaLabel = state === "downloading" ? "Download" : "Load";
+			bar.value = share(progress);
+			figures.textContent = `${bytes(progress.completed)} of ${bytes(progress.total)}`;
 		});
 		return line;
 	}
@@ -110,9 +116,15 @@ export function isMoving({ state }) {
 	return !["loaded", "unused", "failed"].includes(state);
 }
 
-export function stateOf({ state, download }) {
-	if (state === "unused") return "not loaded";
-	return download ? `${state} ${Math.floor(100 * share(download))} %` : state;
+export function stateOf(model) {
+	const progress = progressOf(model);
+	if (model.state === "unused") return "not loaded";
+	return progress ? `${model.state} ${Math.floor(100 * share(progress))} %` : model.state;
+}
+
+/** The bytes of a download or a load that is under way: those that are here, and all. */
+function progressOf({ download, load }) {
+	return download ?? load;
 }
 
 function share({ completed, total }) {

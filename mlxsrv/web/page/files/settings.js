@@ -43,6 +43,18 @@ export const NUMBERS = {
 	seed: ["Seed", {}],
 };
 
+/** What counts in place of a number that is not set, where the model has no wish of its own. */
+const UNSET = { temperature: 1, max_tokens: "no limit", top_p: 1, top_k: "off", min_p: "off", seed: "random" };
+
+const HINTS = {
+	temperature: "0: always the likeliest token. 1: as the model has learnt. Higher: more variety.",
+	max_tokens: "An answer ends after so many tokens.",
+	top_p: "Only the likeliest tokens that together have this probability.",
+	top_k: "Only so many of the likeliest tokens.",
+	min_p: "Only tokens with this share of the likeliest one's probability.",
+	seed: "The same seed gives the same answer to the same request.",
+};
+
 const THINKING = {
 	"": "As the model does",
 	on: "On",
@@ -110,7 +122,7 @@ export function inForce(settings) {
 
 /** Make the control of a setting that is a number. */
 export function numberInput(name, props = {}) {
-	return el("input", { type: "number", placeholder: "default", min: 0, ...NUMBERS[name][1], ...props });
+	return el("input", { type: "number", placeholder: UNSET[name], min: 0, ...NUMBERS[name][1], ...props });
 }
 
 /** The setting that a control holds. */
@@ -131,12 +143,17 @@ export class SettingsForm {
 	constructor(chat) {
 		this.chat = chat;
 		this.controls = new Map(); // by the setting's name
+		this.names = []; // of the profiles of the chosen model
 		this.steered = el("span");
 		const remove = () => this.change({ steering: null });
 		this.steering = el("p.steered", this.steered, small("Remove", remove, "Remove the steering"));
 		this.error = errorLine();
 		this.saved = el("p.saved");
-		const numbers = Object.entries(NUMBERS).map(([name, [label]]) => this.add(name, label, numberInput(name)));
+		this.profiles = el("select");
+		this.chat.models.addEventListener("change", () => this.refresh());
+		const numbers = Object.entries(NUMBERS).map(([name, [label]]) =>
+			this.add(name, label, numberInput(name, { title: HINTS[name] })),
+		);
 		const thinking = Object.entries(THINKING).map(([value, label]) => el("option", { value }, label));
 		const texts = Object.entries(TEXTS).map(([name, [label, hint]]) =>
 			this.add(name, label, growing("textarea.mono", { rows: 3, spellcheck: false }), hint),
@@ -148,7 +165,7 @@ export class SettingsForm {
 			this.add("system", "System prompt", growing("textarea", { rows: 4 })),
 			el("div.numbers", ...numbers),
 			this.add("think", "Thinking", el("select", ...thinking)),
-			this.add("profile", "Steering profile", el("input")),
+			this.add("profile", "Steering profile", this.profiles),
 			this.steering,
 			...texts,
 			el(
@@ -169,6 +186,28 @@ export class SettingsForm {
 		});
 		this.controls.set(name, control);
 		return field(label, control, hint);
+	}
+
+	/** Read what the chosen model has of its own, as long as somebody sees it. */
+	async refresh() {
+		const { api, models, options } = this.chat;
+		if (!options?.isOpen) return;
+		const model = models.chosen;
+		const [shown, profiles] = await Promise.all([
+			api.post("api/show", { model }).catch(() => null),
+			api.get("api/profiles").catch(() => []),
+		]);
+		const own = Object.fromEntries((shown?.parameters ?? "").split("\n").map(line => line.trim().split(/\s+/)));
+		for (const name of Object.keys(NUMBERS)) this.controls.get(name).placeholder = own[name] ?? UNSET[name];
+		this.names = profiles.filter(each => each.model_id === model).map(({ name }) => name);
+		this.drawProfiles();
+	}
+
+	drawProfiles() {
+		const { profile } = this.chat.conversation.settings;
+		const values = [...new Set(["", ...this.names, profile])];
+		this.profiles.replaceChildren(...values.map(value => el("option", { value }, value || "None")));
+		this.profiles.value = profile;
 	}
 
 	/** Show the control of a setting. */
@@ -199,6 +238,7 @@ export class SettingsForm {
 
 	draw() {
 		const { settings } = this.chat.conversation;
+		this.drawProfiles();
 		for (const [name, control] of this.controls) control.value = settings[name] ?? "";
 		const listed = Object.entries(settings.steering ?? {}).map(([index, strength]) => `${index} by ${strength}`);
 		this.steering.hidden = settings.steering === null;
