@@ -214,3 +214,11 @@ def test_of_several_choices_the_first_is_the_answer(page: Any, url: str) -> None
     expect(answers(page)).to_contain_text("2 / 2")
     expect(answers(page)).to_contain_text(" written")
     assert answers(page).locator(".markdown").last.inner_text() == alone
+
+
+def test_an_error_of_the_server_is_told_in_words(page: Any, url: str) -> None:
+    page.goto(url)
+    setting(page, "Other fields").fill('{"temperature": 5}')
+    ask(page, QUESTION)
+    told = answers(page).locator(".end")
+    expect(told).to_have_text("Temperature: it must be a number <= 2.0")

@@ -169,7 +169,7 @@ def test_a_pull_that_is_refused_is_told(view: Any) -> None:
     view.get_by_label("Download a model").fill("org/name")
     view.get_by_role("button", name="Pull").click()
     alert = view.get_by_role("alert").filter(has_text="--allow-download")
-    expect(alert).to_contain_text("this server does not download models")
+    expect(alert).to_contain_text("This server does not download models")
     expect(view.get_by_role("button", name="Pull")).to_be_enabled()
 
 

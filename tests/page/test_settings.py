@@ -9,7 +9,7 @@ import httpx
 import pytest
 from playwright.sync_api import expect
 
-from tests.page.chatting import QUESTION, answers, ask, box, setting
+from tests.page.chatting import QUESTION, answers, ask, box, press, setting
 from tests.page.conftest import Serve
 
 SCHEMA = '{"type": "object"}'
@@ -54,16 +54,27 @@ def test_chips_say_what_is_in_force_and_take_it_back(page: Any, url: str) -> Non
     expect(chips(page)).to_have_count(2)
 
 
-def test_settings_are_saved_for_new_chats_and_forgotten(page: Any, url: str) -> None:
+def test_presets_are_saved_used_and_deleted(page: Any, url: str) -> None:
     page.goto(url)
+    note = page.locator("#note")
     setting(page, "Temperature").fill("0.5")
-    page.get_by_role("button", name="Save as defaults").click()
+    press(page, "Save")
+    expect(note).to_have_text("Preset “default” saved")
     setting(page, "System prompt").fill("Be brief.")
+    setting(page, "Preset").fill("brief")
+    press(page, "Save")
+    expect(note).to_have_text("Preset “brief” saved")
     page.reload()
     expect(chips(page)).to_have_text("Temperature 0.5×")
-    setting(page, "Temperature")
-    expect(page.get_by_text("New chats begin with: Temperature 0.5")).to_be_visible()
-    page.get_by_role("button", name="Forget the saved settings").click()
+    setting(page, "Preset").fill("brief")
+    press(page, "Use")
+    expect(chips(page)).to_have_text(["System prompt×", "Temperature 0.5×"])
+    setting(page, "Preset").fill("none")
+    press(page, "Use")
+    expect(note).to_have_text("There is no preset “none”")
+    setting(page, "Preset").fill("")
+    press(page, "Delete")
+    expect(note).to_have_text("Preset “default” deleted")
     page.get_by_role("button", name="New chat").click()
     expect(chips(page)).to_have_count(0)
 

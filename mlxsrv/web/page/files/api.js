@@ -97,7 +97,18 @@ export class API {
 /** The error that a body tells: an object or, in Ollama's API, a text. */
 function failure(status, body) {
 	const error = body?.error;
-	return new APIError(status, error?.message ?? error ?? `The server answered ${status}`, body);
+	return new APIError(status, inWords(error?.message ?? error ?? `The server answered ${status}`), body);
+}
+
+const TYPES = { float: "a number", int: "a whole number", str: "a text", bool: "true or false", array: "a list" };
+
+/** Write an error as a sentence, without the names of types. */
+function inWords(message) {
+	const typed = String(message).replace(/expected `([\w |]+)`/gi, (_, types) => {
+		const names = types.split(" | ").filter(each => each !== "null");
+		return `it must be ${names.map(each => TYPES[each] ?? `an ${each}`).join(" or ")}`;
+	});
+	return /^[a-z_]+[ :]/.test(typed) ? typed[0].toUpperCase() + typed.slice(1) : typed;
 }
 
 async function* linesOf(body) {

@@ -40,7 +40,12 @@ export class Runs {
 
 	async generate(id, reply, body, signal) {
 		let saved = performance.now();
+		let begun = false;
 		const changed = () => {
+			if (!begun && reply.answer.firstToken !== null) {
+				begun = true;
+				if (this.chat.models.unsettled) this.chat.models.look().catch(() => {}); // its model is here
+			}
 			this.chat.view(reply)?.update();
 			if (performance.now() - saved < SAVES) return;
 			saved = performance.now();

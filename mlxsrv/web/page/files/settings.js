@@ -1,7 +1,7 @@
 /** The settings of a conversation. */
 
-import { button, el, errorLine, field, growing, small } from "./dom.js";
-import { recall, remember } from "./session.js";
+import { el, errorLine, field, growing, small } from "./dom.js";
+import { Presets } from "./saved.js";
 
 /** Make settings that leave all to the model and the server. @returns {Record<string, any>} */
 export function defaults() {
@@ -22,15 +22,6 @@ export function defaults() {
 		steering_mode: "additive",
 		profile: "", // the name of a steering profile, used without `steering`
 	};
-}
-
-/** Make the settings that a new chat begins with: those that the user has saved. */
-export function savedSettings() {
-	try {
-		return { ...defaults(), ...JSON.parse(recall("settings", true)) };
-	} catch {
-		return defaults();
-	}
 }
 
 /** Settings that are numbers: the label of each, and its limits. @type {Record<string, [string, object]>} */
@@ -148,7 +139,6 @@ export class SettingsForm {
 		const remove = () => this.change({ steering: null });
 		this.steering = el("p.steered", this.steered, small("Remove", remove, "Remove the steering"));
 		this.error = errorLine();
-		this.saved = el("p.saved");
 		this.profiles = el("select");
 		this.chat.models.addEventListener("change", () => this.refresh());
 		const numbers = Object.entries(NUMBERS).map(([name, [label]]) =>
@@ -162,20 +152,14 @@ export class SettingsForm {
 			"aside",
 			{ ariaLabel: "Settings" },
 			el("h2", "Settings"),
+			new Presets(this, chat.announce).element,
 			this.add("system", "System prompt", growing("textarea", { rows: 4 })),
 			el("div.numbers", ...numbers),
 			this.add("think", "Thinking", el("select", ...thinking)),
 			this.add("profile", "Steering profile", this.profiles),
 			this.steering,
 			...texts,
-			el(
-				"div.actions",
-				button("Save as defaults", () => this.save(this.chat.conversation.settings)),
-				button("Clear", () => this.change(defaults())),
-			),
-			this.saved,
 		);
-		this.drawSaved();
 		this.draw();
 	}
 
@@ -214,21 +198,6 @@ export class SettingsForm {
 	open(name) {
 		this.chat.options.show(true);
 		(this.controls.get(name) ?? this.steering.querySelector("button")).focus();
-	}
-
-	/** Have new chats begin with these settings. */
-	save(settings) {
-		const all = Object.keys(inForce(settings)).length > 0 || settings.logprobs;
-		remember("settings", all ? JSON.stringify(settings) : "", true);
-		this.drawSaved();
-		this.chat.announce(all ? "New chats begin with these settings" : "New chats begin without settings");
-	}
-
-	drawSaved() {
-		const saved = Object.values(inForce(savedSettings()));
-		const forget = small("Forget", () => this.save(defaults()), "Forget the saved settings");
-		this.saved.replaceChildren(el("small", `New chats begin with: ${saved.join(", ") || "the model's own"}. `));
-		if (saved.length) this.saved.append(forget);
 	}
 
 	change(settings) {
