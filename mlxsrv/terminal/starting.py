@@ -168,7 +168,8 @@ def _as_option(settings: Settings, name: str) -> str:
 def _wait_until_ready(client: ServerClient, started: StartedServer | None = None) -> None:
     """Wait for the default model, and show its progress. Raises RequestFailed."""
     with StatusLine() as line:
-        while (state := client.health())["status"] != "ok":
+        # To those without a key a server with keys says no more than its status.
+        while (state := client.health(verbose=True))["status"] != "ok":
             if state["status"] == "failed" and started is not None:
                 raise RequestFailed(state.get("reason", "the model could not be loaded"))
             if state["status"] != "loading":

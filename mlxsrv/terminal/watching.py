@@ -33,6 +33,9 @@ def ps(arguments: Sequence[str]) -> None:
 def _lines(url: str, state: Mapping[str, Any]) -> Iterator[str]:
     reason = f" ({state['reason']})" if "reason" in state else ""
     yield f"{url}: {state['status']}{reason}"
+    if "memory" not in state:
+        yield "The device is busy, and does not say what it holds."
+        return
     if state["models"]:
         head = ("MODEL", "STATE", "RUNNING", "WAITING", "MEMORY", "IDLE")
         yield aligned([head, *map(_row, state["models"])])
