@@ -64,7 +64,10 @@ def _plan(repository: Repository) -> Any:
     try:
         cache = scan_cache_dir(constants.HF_HUB_CACHE)
     except CacheNotFound:
-        raise ModelNotFound(f"there is no cache at {constants.HF_HUB_CACHE}") from None
+        where = constants.HF_HUB_CACHE
+        raise ModelNotFound(
+            f"{str(repository)!r} is not here: there is no cache at {where}"
+        ) from None
     wanted = [
         revision.commit_hash
         for cached in cache.repos
