@@ -20,7 +20,7 @@ _PATIENCE = 30.0
 _LONGEST_PATIENCE = 3600.0
 """The same for a stream: `--keepalive` may be longer."""
 
-HEALTH_STATES = ("ok", "loading", "draining", "failed", "stalled")
+_HEALTH_STATES = ("ok", "loading", "draining", "failed", "stalled")
 
 
 class RequestFailed(ServeError):
@@ -42,9 +42,10 @@ class ServerClient:
     def is_there(self) -> bool:
         """Whether a server of this kind answers at the address."""
         try:
-            return self.health().get("status") in HEALTH_STATES
+            self.health()
         except RequestFailed:
             return False
+        return True
 
     def is_taken(self) -> bool:
         """Whether any program listens at the address."""
@@ -60,7 +61,10 @@ class ServerClient:
         with self._answer("GET", "/health?verbose=1" if verbose else "/health") as answer:
             if answer.status not in (200, 503):
                 raise self._refusal(answer)
-            return self._object(answer)
+            state = self._object(answer)
+        if state.get("status") not in _HEALTH_STATES:
+            raise RequestFailed(f"what answers at {self.url} is no mlxsrv")
+        return state
 
     def model(self, name: str = "default") -> dict[str, Any]:
         """One of the server's models, as `/v1/models/NAME` describes it. Raises RequestFailed."""

@@ -65,9 +65,7 @@ def _plan(repository: Repository) -> Any:
         cache = scan_cache_dir(constants.HF_HUB_CACHE)
     except CacheNotFound:
         where = constants.HF_HUB_CACHE
-        raise ModelNotFound(
-            f"{str(repository)!r} is not here: there is no cache at {where}"
-        ) from None
+        raise ModelNotFound(f"{repository} is not here: there is no cache at {where}") from None
     wanted = [
         revision.commit_hash
         for cached in cache.repos

@@ -162,7 +162,7 @@ class EndlessAnswer(BaseHTTPRequestHandler):
             "capabilities": [],
             "type": "chat",
         }
-        body = json.dumps({"status": "ok"} if self.path == "/health" else model).encode()
+        body = json.dumps({"status": "ok"} if self.path.startswith("/health") else model).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
