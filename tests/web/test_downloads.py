@@ -168,7 +168,7 @@ def test_a_server_that_may_not_download_names_the_command(place: Place, tmp_path
         error = refused(
             client.post(CHAT, json=small("org/else")), 404, "model_not_found", param="model"
         )
-        assert error["message"].endswith("To get it: python -m mlxsrv pull org/else")
+        assert error["message"].endswith("To get it: mlxsrv pull org/else")
         assert not place.hub.asked
 
 

@@ -284,7 +284,7 @@ class Catalogue:
             if not cached.incomplete:
                 found.append(self._found(cached.name, ModelSource(cached.folder)))
             elif repository is not None:
-                problem = f"its download is not complete; run: python -m mlxsrv pull {cached.name}"
+                problem = f"its download is not complete; run: mlxsrv pull {cached.name}"
                 source = ModelSource(repository)
                 found.append(ModelEntry(cached.name, source, _created(source), problem=problem))
         return _make_index(named, found, state)
@@ -349,7 +349,7 @@ class Catalogue:
     def _unknown(self, name: str, repository: hub_cache.Repository | None) -> str:
         text = f"the model {name!r} is not served here; {self._hint(name)}"
         if repository is not None:
-            text += f". To get it: python -m mlxsrv pull {name}"
+            text += f". To get it: mlxsrv pull {name}"
         return text
 
     def _hint(self, name: str) -> str:

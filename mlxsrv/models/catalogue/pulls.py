@@ -141,7 +141,7 @@ class Pulls:
         if not self._allowed:
             raise ActionNotAllowed(
                 "this server does not download models; its operator can allow that with "
-                f"--allow-download, or run: python -m mlxsrv pull {repository}"
+                f"--allow-download, or run: mlxsrv pull {repository}"
             )
         return repository
 

@@ -290,7 +290,7 @@ def test_the_cache_of_the_hub_is_served_but_not_what_of_it_is_incomplete(
     weights.symlink_to("nowhere")
     entries = listed(catalogue(hf_cache=True))
     assert entries["org/whole"].problem is None
-    assert "run: python -m mlxsrv pull org/part" in (entries["org/part"].problem or "")
+    assert "run: mlxsrv pull org/part" in (entries["org/part"].problem or "")
     with pytest.raises(ModelNotFound, match="not complete"):
         find(catalogue(hf_cache=True), "org/part")
     allowed = find(catalogue(hf_cache=True, allow_download=True), "org/part")
@@ -316,7 +316,7 @@ def test_an_unknown_name_is_told_with_near_ones() -> None:
 
 
 def test_a_repository_that_is_not_here_is_told_with_how_to_get_it() -> None:
-    with pytest.raises(ModelNotFound, match=r"python -m mlxsrv pull org/new$"):
+    with pytest.raises(ModelNotFound, match=r"mlxsrv pull org/new$"):
         find(catalogue(), "org/new")
     allowed = find(catalogue(allow_download=True), "org/new")
     assert allowed.source.place == Repository("org/new")
