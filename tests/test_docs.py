@@ -10,7 +10,7 @@ import re
 import shlex
 import sys
 import tomllib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,19 @@ OTHER_FLAGS = {
 }
 """Flags of commands, of the benchmarks and of uvicorn."""
 
-each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+
+def each_page(check: Callable[[Path], None]) -> Callable[[], None]:
+    """Make a check of a page a test of all pages."""
+
+    def test() -> None:
+        for page in PAGES:
+            try:
+                check(page)
+            except AssertionError as error:
+                error.add_note(f"in {page.name}")
+                raise
+
+    return test
 
 
 @cache

@@ -18,26 +18,22 @@ THINKING = [name for name, each in THOUGHTS.items() if each.thinks]
 
 
 @pytest.mark.parametrize("name", THINKING)
-@pytest.mark.parametrize("opened", ["by the model", "by the prompt"])
-@pytest.mark.parametrize("spelled", [True, False])
-def test_the_closing_text_of_each_format_closes_its_thought(
-    name: str, opened: str, spelled: bool
-) -> None:
+def test_the_closing_text_of_each_format_closes_its_thought(name: str) -> None:
     """Otherwise it would be forced again and again."""
     each = THOUGHTS[name]
     ids = {mark: number for number, mark in enumerate(each.marks)}
-    marks = SPELLED if spelled else Marks(each.marks, ids)
-    thinking = opened == "by the prompt"
-    reader = AnswerReader(each.frame(marks, thinking=thinking), marks, thinking=thinking)
-    if not thinking:
-        reader.feed(marks.show(each.thought[0] or "Here is my thought process:"))
-    reader.feed("Well, ")
-    inside = [reader.reasoning]
-    reader.feed(marks.show(each.close))
-    said = [*reader.feed("x"), *reader.flush()]
-    inside.append(reader.reasoning)
-    assert inside == [True, False]
-    assert said == [("content", "x")]
+    for marks in (SPELLED, Marks(each.marks, ids)):
+        for thinking in (True, False):  # the prompt opened the thought, or the model does
+            reader = AnswerReader(each.frame(marks, thinking=thinking), marks, thinking=thinking)
+            if not thinking:
+                reader.feed(marks.show(each.thought[0] or "Here is my thought process:"))
+            reader.feed("Well, ")
+            inside = [reader.reasoning]
+            reader.feed(marks.show(each.close))
+            said = [*reader.feed("x"), *reader.flush()]
+            inside.append(reader.reasoning)
+            assert inside == [True, False], (marks.ids, thinking)
+            assert said == [("content", "x")], (marks.ids, thinking)
 
 
 def test_what_does_not_close_a_thought_is_forced_once(model_folder: ModelFolder) -> None:

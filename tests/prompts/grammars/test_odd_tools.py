@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 
 from mlxsrv.errors import InvalidRequest
-from mlxsrv.prompts.grammars.grammar import GrammarConstraint
 from mlxsrv.prompts.grammars.specs import each_call, tool_grammar
 from mlxsrv.text.calls import WrittenCall
 from mlxsrv.text.formats import CALLS
 from tests.prompts.grammars.test_call_formats import frame_of, model
 
-pytestmark = [pytest.mark.served, pytest.mark.usefixtures("near_sandbox")]
+pytestmark = pytest.mark.usefixtures("near_sandbox")
 
 TEXT = {"type": "string"}
 FORMATS = ["qwen_xml", "kimi_k3", "minicpm5", "minimax_m3", "gemma4", "lfm2", "hermes"]
@@ -47,35 +46,29 @@ GOOD = {"properties": {"n": {"type": "integer"}}, "required": ["n"], "additional
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("odd", ODD)
-def test_the_calls_of_other_tools_are_held(
-    name: str, odd: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_calls_of_other_tools_are_held(name: str, caplog: pytest.LogCaptureFixture) -> None:
     drawn, _ = model(name)
-    tools = [("odd", ODD[odd]), ("good", GOOD)]
-    with caplog.at_level(logging.WARNING, "mlxsrv"):
-        compiled = drawn.grammars.compile_call(each_call(tools, name), param="tools")
-    assert compiled is not None, caplog.messages
-    assert "tool calls not enforced" not in caplog.messages
-
-    def follows(n: Any) -> bool:
-        assert compiled is not None
-        grammar = compiled.begin()
-        assert isinstance(grammar, GrammarConstraint)
-        return grammar.skip(drawn.encode(CALLS[name].spell([WrittenCall("good", {"n": n})]))[:-1])
-
-    assert follows(7)
-    assert not follows("seven")
+    call = CALLS[name].spell
+    for odd, schema in ODD.items():
+        tools = [("odd", schema), ("good", GOOD)]
+        with caplog.at_level(logging.WARNING, "mlxsrv"):
+            compiled = drawn.grammars.compile_call(each_call(tools, name), param="tools")
+        assert compiled is not None, (odd, caplog.messages)
+        assert "tool calls not enforced" not in caplog.messages, odd
+        for n, follows in ((7, True), ("seven", False)):
+            grammar = compiled.begin()
+            text = call([WrittenCall("good", {"n": n})])
+            assert grammar.skip(drawn.encode(text)[:-1]) == follows, (odd, n)
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("odd", ODD)
-def test_a_call_that_must_come_is_held_or_refused_by_the_tools_name(name: str, odd: str) -> None:
+def test_a_call_that_must_come_is_held_or_refused_by_the_tools_name(name: str) -> None:
     drawn, _ = model(name)
-    spec = tool_grammar([("odd", ODD[odd])], name, many=False, thoughts=frame_of(name).name)
-    refused = ""
-    try:
-        drawn.grammars.compile(spec, param="tools")
-    except InvalidRequest as error:
-        refused = error.message
-    assert not refused or refused.startswith("tools: odd: ")
+    for odd, schema in ODD.items():
+        spec = tool_grammar([("odd", schema)], name, many=False, thoughts=frame_of(name).name)
+        refused = ""
+        try:
+            drawn.grammars.compile(spec, param="tools")
+        except InvalidRequest as error:
+            refused = error.message
+        assert not refused or refused.startswith("tools: odd: "), odd
