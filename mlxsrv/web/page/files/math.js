@@ -42,7 +42,6 @@ const FRAMES = {
 	Vmatrix: ["‖", "‖"],
 	cases: ["{", ""],
 	array: ["", ""],
-	substack: ["", ""],
 };
 const ALIGNED = /^(?:align|aligned|alignat|split|eqnarray|gather|gathered|multline|equation|displaymath)\*?$/;
 
@@ -220,9 +219,8 @@ class Parser {
 		if (name === "sqrt") return this.root(depth);
 		if (TEXTS.has(name)) return make("mtext", {}, this.raw());
 		if (UPRIGHT.has(name)) return this.named(this.raw().replaceAll("\\", ""));
-		if (isStyle(name)) return this.inStyle(name, depth);
+		if (name === "bm" || isStyle(name)) return this.inStyle(name === "bm" ? "boldsymbol" : name, depth);
 		if (SAME.has(name)) return this.argument(depth);
-		if (name === "bm" || name === "pmb") return this.inStyle("boldsymbol", depth);
 		if (name === "overline" || name === "underline") return make("mrow", { class: name }, this.argument(depth));
 		if (ACCENTS.has(name)) {
 			const long = name.startsWith("over") || name.startsWith("wide");
@@ -240,7 +238,6 @@ class Parser {
 			return make("munder", {}, this.argument(depth), below);
 		}
 		if (name === "boxed") return make("mrow", { class: "boxed" }, this.argument(depth));
-		if (name === "phantom") return make("mphantom", {}, this.argument(depth));
 		if (name === "pmod")
 			return make(
 				"mrow",
@@ -257,9 +254,6 @@ class Parser {
 		if (name === "tag") return make("mtext", {}, `  (${this.raw()})`);
 		if (name === "left") return this.fenced(depth);
 		if (name === "begin") return this.environment(depth);
-		if (name === "substack") return this.lines(depth);
-		if (name === "color" || name === "label") return this.raw() && null;
-		if (name === "textcolor") return this.raw() && this.argument(depth);
 		if (IGNORED.has(name)) return null;
 		if (FENCES.has(`\\${name}`)) return operator(FENCES.get(`\\${name}`), { stretchy: "false" });
 		if (FENCES.has(name)) return operator(FENCES.get(name), { stretchy: "false" });
@@ -352,12 +346,5 @@ class Parser {
 		const made = this.tableOf(rows, sides);
 		if (name !== "cases") made.removeAttribute("displaystyle");
 		return make("mrow", {}, ...open, made, ...close);
-	}
-
-	lines(depth) {
-		this.expect("{");
-		const rows = this.cells(token => token === "}", depth);
-		this.expect("}");
-		return this.tableOf(rows, [""]);
 	}
 }

@@ -10,7 +10,7 @@ const QUESTIONS = [
 	"How do I stop the server?",
 	"How do I serve a model of my own?",
 	"How many requests run together?",
-	"What is a token?",
+	"What is temperature?",
 	"Is it free software?",
 ];
 
