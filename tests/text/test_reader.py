@@ -12,6 +12,7 @@ from mlxsrv.text.json_calls import HERMES
 from mlxsrv.text.literal_calls import PYTHONIC
 from mlxsrv.text.marks import Marks
 from mlxsrv.text.reader import AnswerReader, OfferedCalls, ToolArguments, ToolOpened
+from tests.support.reading import caller
 
 THINK = MarkedThoughts("think", "<think>", "</think>")
 NAMES = ("<think>", "</think>", "<tool_call>", "</tool_call>")
@@ -180,3 +181,9 @@ def test_whitespace_before_a_call_without_a_marker_is_no_part_of_it(feeds: list[
     parts = [part for text in feeds for part in stage.feed(text)]
     assert said([*parts, *stage.flush(cut=True)]) == ("", "", [["f", '{"a": "x']])
     assert stage.fragment == "[f(a='x"
+
+
+def test_a_call_without_a_marker_begins_no_thought() -> None:
+    stage = caller(PYTHONIC, TOOLS, markers=("<think>", "</think>"))
+    parts = [*stage.feed("<think>[f()]</think>[g()]"), *stage.flush()]
+    assert said(parts) == ("[f()]", "", [["g", "{}"]])
