@@ -225,6 +225,14 @@ def test_a_call_that_begins_an_answer_is_streamed_behind_whitespace_too() -> Non
         assert merge(parts) == [("f", '{"a": ')]
 
 
+def test_names_as_models_dress_them_up() -> None:
+    tools = schemas("f", "a.b")
+    for written in ("f", " f ", "f()", " f () ", "functions.f", "api:f", "x/y.f()"):
+        assert tools.meant(written) == "f", written
+    assert tools.meant("functions.a.b") == "a.b"
+    assert tools.meant("g") is None
+
+
 def test_a_name_that_does_not_end_is_text_soon() -> None:
     text = "<tool_call><function>" + "f" * 300
     assert merge(caller(HERMES, TOOLS).feed(text)) == [text]

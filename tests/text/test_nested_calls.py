@@ -179,7 +179,14 @@ def test_a_list_has_as_many_items_as_its_schema_says() -> None:
 
 
 def test_a_schema_that_refers_to_itself_has_few_rules() -> None:
-    node = {"type": "object", "properties": {key: {"$ref": "#/$defs/node"} for key in "abcde"}}
+    again: dict[str, Any] = {"$ref": "#/$defs/node"}
+    members = dict.fromkeys("abcde", again)
+    deep = again
+    for _ in range(6):  # values below are JSON
+        deep = {"type": "object", "properties": {"x": deep}}
+    whole = {"properties": {"x": deep, **members}, "$defs": {"node": {"properties": members}}}
     lark = Lark(SPELLED, json.dumps)
-    MINIMAX_M3.rules([("f", {**node, "$defs": {"node": node}})], lark)
+    MINIMAX_M3.rules([("f", whole)], lark)
     assert lark.grammar("").count("\n") < 100
+    taken = WrittenCall("f", {"a": {"b": {}}, "b": {"a": {"e": {"d": {}}}}})
+    assert CallGrammar(MINIMAX_M3, [("f", whole)]).takes(taken)
