@@ -109,9 +109,10 @@ def address_of(url: str, model: Mapping[str, Any], *, key: bool) -> ServerAddres
 def _warnings(capabilities: tuple[str, ...] | None, context: int | None) -> tuple[str, ...]:
     warnings = []
     if capabilities is not None and "tools" not in capabilities:
-        warnings.append("this model calls no tools, or in a way that is not read; agents need them")
+        warnings.append("this model calls no tools, or in an unknown format; agents need them")
     if context is not None and context < _ROOMY:
         warnings.append(
-            f"its context of {context} tokens is short: agents begin with 10,000 to 20,000"
+            f"its context of {context} tokens is short for an agent, whose instructions and tools "
+            "alone take 10,000 to 20,000"
         )
     return tuple(warnings)
