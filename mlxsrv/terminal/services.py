@@ -74,19 +74,22 @@ def _install(described: Unit, flags: Mapping[str, Any], settings: Settings, *, y
         question = "Write this file and start the service?"
         copy = write_change(change, lambda: yes or agreed(question, remedy="add --yes to do it"))
         print(f"The file is written{f'; the old one is {copy}' if copy else ''}.")
-    _run(described.start)
+    if failure := _run(described.start):
+        raise RequestFailed(failure)
     print(f"The service is started: {client.url}. {described.note}")
     print(f"Its log: {described.logs}")
 
 
 def _uninstall(described: Unit, *, yes: bool) -> None:
-    """Ask, stop the service, and remove its file. Raises SettingsError."""
+    """Ask, stop the service, and remove its file. Raises SettingsError, RequestFailed."""
     path = described.path
     if not path.exists():
         raise SettingsError(f"no service is installed: there is no {path}")
     if not yes and not agreed(f"Stop the service and remove {path}?", remedy="add --yes to do it"):
         raise SettingsError("the service stays")
-    _run(described.stop)
+    failure = _run(described.stop)
+    if failure and _runs(described):  # else it had been stopped before
+        raise RequestFailed(failure)
     path.unlink()
     _run(described.forget)
     print(f"The service has stopped, and {path} is removed. Models and settings stay.")
@@ -96,20 +99,25 @@ def _show(described: Unit, settings: Settings) -> None:
     if not described.path.exists():
         print("No service is installed. To install one: mlxsrv service install")
         return
-    runs = subprocess.run(described.state, capture_output=True, check=False).returncode == 0
     client = client_of(settings, None)
     print(f"Installed: {described.path}")
-    print(f"State: {'running' if runs else 'not running'}; its log: {described.logs}")
+    state = "running" if _runs(described) else "not running"
+    print(f"State: {state}; its log: {described.logs}")
     print(f"{client.url}: {client.health()['status'] if client.is_there() else 'no answer'}")
 
 
-def _run(steps: Steps) -> None:
-    """Run commands of the service manager; only the last one must succeed. Raises RequestFailed."""
-    for number, step in enumerate(steps, start=1):
+def _runs(described: Unit) -> bool:
+    return subprocess.run(described.state, capture_output=True, check=False).returncode == 0
+
+
+def _run(steps: Steps) -> str:
+    """Run commands of the service manager; "" if the last one succeeds, else what it said."""
+    said = ""
+    for step in steps:
         done = subprocess.run(step, capture_output=True, text=True, check=False)
-        if done.returncode and number == len(steps):
-            said = done.stderr.strip() or f"status {done.returncode}"
-            raise RequestFailed(f"{' '.join(step)}: {said}")
+        why = done.stderr.strip() or f"status {done.returncode}"
+        said = f"{' '.join(step)}: {why}" if done.returncode else ""
+    return said
 
 
 def _variables() -> dict[str, str]:

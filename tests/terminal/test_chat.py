@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
@@ -280,6 +281,28 @@ def test_stop_ends_the_server_that_listens_and_no_other_program(name: str, run: 
             assert f"port {port} is that of another program" in done.stderr
             assert process.poll() is None
             process.terminate()
+
+
+def test_a_mac_tells_of_processes_through_its_programs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with subprocess.Popen([sys.executable, "-c", LISTEN], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        waiting = threading.Thread(target=process.wait)  # as a shell waits for what it started
+        waiting.start()
+        for name, says in (("lsof", str(process.pid)), ("ps", "/bin/python -m mlxsrv demo")):
+            (tmp_path / name).write_text(f"#!/bin/sh\necho {says}\n")
+            (tmp_path / name).chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+        monkeypatch.setattr(sys, "platform", "darwin")
+        monkeypatch.delattr(os, "pidfd_open", raising=False)
+        found = listening_process(8000)
+        assert found is not None
+        assert (found.pid, found.is_server) == (process.pid, True)
+        found.end_and_wait()
+        waiting.join(PATIENCE)
+        assert process.returncode == 0
 
 
 def test_what_answers_may_be_another_program(run: Run) -> None:

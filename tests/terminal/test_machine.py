@@ -181,6 +181,8 @@ def test_a_manager_that_fails_is_told(run: Run, manager: Path, tmp_path: Path) -
     done = run("service", "install", "--yes", "--port", "9")
     assert done.returncode == 1
     assert done.stderr.endswith(": no bus\n")
+    # It does not run either, so what is left can go.
+    assert run("service", "uninstall", "--yes").returncode == 0
 
 
 def test_launchd_has_a_file_of_its_own(manager: Path, monkeypatch: pytest.MonkeyPatch) -> None:
