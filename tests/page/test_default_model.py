@@ -79,3 +79,24 @@ def test_a_load_that_fails_is_told_and_tried_again(
         expect(told).to_be_hidden()
         ask(page, "Hello")
         expect(answers(page)).to_contain_text("Here I am.")
+
+
+def test_a_load_has_its_bar(page: Any, url: str) -> None:
+    """As a model of many gigabytes tells it; the demo model is loaded in a moment."""
+    loading = {
+        "state": "loading",
+        "loaded": False,
+        "load": {"completed": 10**9, "total": 4 * 10**9},
+    }
+
+    def tell(route: Any, name: str) -> None:
+        told = route.fetch().json()
+        told[name][0].update(loading)
+        route.fulfill(json=told)
+
+    page.route("**/v1/models", lambda route: tell(route, "data"))
+    page.route("**/health?verbose=1", lambda route: tell(route, "models"))
+    page.goto(url)
+    expect(page.get_by_role("progressbar", name="Load")).to_have_js_property("value", 0.25)
+    expect(page.get_by_text("1 GB of 4 GB")).to_be_visible()
+    expect(picker(page).locator("option:checked")).to_have_text("demo (loading 25 %)")
