@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -63,12 +64,21 @@ unclosed `fence`
 """
 
 
+LOAD_VIEWS = """() => Promise.all(
+    ["chat", "compare", "steer", "server"].map(name => import(`./page/${name}.js`))
+)"""
+
+
 @pytest.fixture
 def show(page: Any, url: str) -> Any:
     """Show a text that comes in parts; return the HTML of what is shown."""
     page.goto(url)
     page.get_by_role("region", name="Chat").wait_for()
-    page.evaluate(SHOW, [[]])  # loads the modules
+    # All that the page asks for by itself is here then, and its model is loaded.
+    chosen = page.get_by_role("combobox", name="Model").locator("option:checked")
+    expect(chosen).to_have_text(re.compile(r"^demo · [\d.]+ MB$"))
+    page.evaluate(LOAD_VIEWS)
+    page.evaluate(SHOW, [[]])
     return lambda *parts: page.evaluate(SHOW, [list(parts)])
 
 
