@@ -51,7 +51,9 @@ def _from_file(path: str) -> dict[str, Any]:
     try:
         with open(path, "rb") as file:
             table = tomllib.load(file)
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except OSError as error:
+        raise SettingsError(f"--config {path}: {error.strerror}") from None
+    except tomllib.TOMLDecodeError as error:
         raise SettingsError(f"--config {path}: {error}") from None
     known = {option.name: option for option in options()}
     values = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import socket
 from collections.abc import Iterator
@@ -55,6 +56,7 @@ def _raising_listen_errors(settings: Settings) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        remedy = "; --port 0 takes any free one" if error.errno == errno.EADDRINUSE else ""
         raise ListenError(
-            f"cannot listen on {settings.host}:{settings.port}: {error.strerror}"
+            f"cannot listen on {settings.host}:{settings.port}: {error.strerror}{remedy}"
         ) from None

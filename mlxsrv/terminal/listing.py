@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -9,7 +10,7 @@ import msgspec
 from mlxsrv.arguments import command_arguments
 from mlxsrv.configuration import settings_from
 from mlxsrv.logs import sized
-from mlxsrv.models.catalogue.catalogue import Catalogue, ModelEntry
+from mlxsrv.models.catalogue.catalogue import DEMO, Catalogue, ModelEntry
 from mlxsrv.terminal.screen import aligned
 
 
@@ -51,6 +52,8 @@ def models(arguments: Sequence[str]) -> None:
     lines = [_line(entry, default=entry.name == catalogue.default) for entry in catalogue]
     lines.sort(key=lambda line: (line.problem is not None, line.id))
     print(msgspec.json.encode(lines).decode() if as_json else _table(lines))
+    if [line.id for line in lines if line.problem is None] == [DEMO] and sys.stdout.isatty():
+        print("To get a real one: mlxsrv recommend, then mlxsrv pull ORG/NAME.", file=sys.stderr)
 
 
 def _line(entry: ModelEntry, *, default: bool) -> ModelLine:

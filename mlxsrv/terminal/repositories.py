@@ -29,7 +29,10 @@ def pull(arguments: Sequence[str]) -> None:
     # Imported here, because the import takes 0.1 s and the other commands do not need it.
     from mlxsrv.models.catalogue.download import fetch
 
-    print(fetch(repository, progress=not asked["quiet"] and sys.stderr.isatty()))
+    watched = not asked["quiet"] and sys.stderr.isatty()
+    print(fetch(repository, progress=watched))
+    if watched:
+        print(f"To serve it: mlxsrv {asked['repository']}", file=sys.stderr)
 
 
 def rm(arguments: Sequence[str]) -> None:

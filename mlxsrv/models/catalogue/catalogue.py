@@ -349,8 +349,10 @@ class Catalogue:
     def _unknown(self, name: str, repository: hub_cache.Repository | None) -> str:
         text = f"the model {name!r} is not served here; {self._hint(name)}"
         if repository is not None:
-            text += f". To get it: mlxsrv pull {name}"
-        return text
+            return f"{text}. To get it: mlxsrv pull {name}"
+        if text.endswith("?"):
+            return text
+        return f"{text}. With --any-model the default model answers for every name"
 
     def _hint(self, name: str) -> str:
         names = [n for n, id in self._index.names.items() if not self._index.entries[id].problem]
