@@ -164,7 +164,8 @@ def test_the_limit_holds_beside_swaps_embeddings_and_an_sae(
     write_sae(tmp_path / "saes" / "one")
     limit = 2 * heavy.weights + 2 * ROOM
     sae_dir = f"--sae-dir={tmp_path / 'saes'}"
-    with heavy.served(tmp_path, limit, sae_dir) as server, server.client() as client:
+    options = (sae_dir, "--log-level=debug")
+    with heavy.served(tmp_path, limit, *options) as server, server.client() as client:
         with embedding(server):
             for part in (slice(0, requests), slice(requests, 2 * requests)):
                 work = [*heavy.work["x"][part], *heavy.work["y"][part]]
