@@ -44,8 +44,10 @@ def chat(arguments: Sequence[str]) -> None:
         if question is None:
             ChatTerminal(conversation).run(f"{described} at {client.url}")
         else:
-            conversation.ask(question, lambda _, text: print(text, end="", flush=True))
+            note = conversation.ask(question, lambda _, text: print(text, end="", flush=True))
             print()
+            if note:
+                print(f"mlxsrv: {note}", file=sys.stderr)
 
 
 class ChatTerminal:

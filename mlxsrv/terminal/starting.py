@@ -111,7 +111,8 @@ def running_server(
     if url is not None or settings.port:
         client = client_of(settings, url)
         if url is not None or client.is_there():
-            _wait_until_ready(client)
+            with StatusLine() as line:
+                _wait_until_ready(client, line)
             flagged = (flags.get("model") or ["default"])[0]
             yield client, model or flagged.partition("=")[0]
             return
@@ -125,7 +126,7 @@ def running_server(
         started = StartedServer(arguments, key)
         try:
             client = ServerClient(started.url(), key)
-            _wait_until_ready(client, started)
+            _wait_until_ready(client, line, started)
             line.clear()
             yield client, model or "default"
         except RequestFailed:
@@ -137,7 +138,7 @@ def running_server(
 
 
 def as_arguments(flags: Mapping[str, Any]) -> list[str]:
-    """Write options that `option_parser` has parsed as arguments again."""
+    """Write the server's options that `Arguments` has read as arguments again."""
     arguments = ["--config", flags["config"]] if flags.get("config") else []
     for option in options():
         value = flags.get(option.name)
@@ -165,17 +166,18 @@ def _as_option(settings: Settings, name: str) -> str:
     return f"{name}={entry.source.place}{adapter}"
 
 
-def _wait_until_ready(client: ServerClient, started: StartedServer | None = None) -> None:
+def _wait_until_ready(
+    client: ServerClient, line: StatusLine, started: StartedServer | None = None
+) -> None:
     """Wait for the default model, and show its progress. Raises RequestFailed."""
-    with StatusLine() as line:
-        # To those without a key a server with keys says no more than its status.
-        while (state := client.health(verbose=True))["status"] != "ok":
-            if state["status"] == "failed" and started is not None:
-                raise RequestFailed(state.get("reason", "the model could not be loaded"))
-            if state["status"] != "loading":
-                return  # the request will say what is wrong, or succeed
-            line.show(_progress(state))
-            time.sleep(_LOOK)
+    # To those without a key a server with keys says no more than its status.
+    while (state := client.health(verbose=True))["status"] != "ok":
+        if state["status"] == "failed" and started is not None:
+            raise RequestFailed(state.get("reason", "the model could not be loaded"))
+        if state["status"] != "loading":
+            return  # the request will say what is wrong, or succeed
+        line.show(_progress(state))
+        time.sleep(_LOOK)
 
 
 def _progress(state: Mapping[str, Any]) -> str:
