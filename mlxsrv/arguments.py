@@ -171,6 +171,22 @@ def command_arguments(command: str, does: str, *, operands: str = "") -> Argumen
     return parser
 
 
+def whole_number(text: str) -> int:
+    """The number for `type` of an argument: what is wrong is said in words."""
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+
+
+def real_number(text: str) -> float:
+    """As `whole_number`, for any number."""
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+
+
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """The end of a sentence about a misspelt name; empty if none is near."""
     near = difflib.get_close_matches(name, [*names], n=1)

@@ -244,6 +244,8 @@ def test_a_client_without_a_file_is_not_written(run: Run, tmp_path: Path) -> Non
 
 def test_replicas_say_what_is_wrong_before_ray_starts(run: Run) -> None:
     for arguments, told in (
+        (["--replicas", "x"], "--replicas: 'x' is not a whole number"),
+        (["--num-cpus-per-replica", "x"], "--num-cpus-per-replica: 'x' is not a number"),
         (["--replicas", "0"], "--replicas 0: there is at least 1"),
         (["--num-gpus-per-replica", "-1"], "--num-gpus-per-replica -1: it is at least 0"),
         (["--memory-per-replica", "0"], "--memory-per-replica 0: it is at least 1"),

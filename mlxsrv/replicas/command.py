@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mlxsrv.arguments import add_model, command_arguments
+from mlxsrv.arguments import add_model, command_arguments, real_number, whole_number
 from mlxsrv.configuration import settings_from
 from mlxsrv.models.catalogue.catalogue import Catalogue
 from mlxsrv.options import SettingsError
@@ -20,31 +20,51 @@ from mlxsrv.service.service import check_models
 from mlxsrv.settings import Settings
 from mlxsrv.web.security.api_keys import load_keys
 
-_FLAGS: tuple[tuple[str, type, str, str], ...] = (
-    ("--replicas", int, "NUMBER", "Replicas; the least of them with --max-replicas. Default: 1."),
-    ("--max-replicas", int, "NUMBER", "Most replicas; more than --replicas start under load."),
+_FLAGS: tuple[tuple[str, Callable[[str], Any], str, str], ...] = (
+    (
+        "--replicas",
+        whole_number,
+        "NUMBER",
+        "Replicas; the least of them with --max-replicas. Default: 1.",
+    ),
+    (
+        "--max-replicas",
+        whole_number,
+        "NUMBER",
+        "Most replicas; more than --replicas start under load.",
+    ),
     (
         "--requests-per-replica",
-        float,
+        real_number,
         "NUMBER",
         "Requests under way at a replica on average, queued ones included, beyond which another "
         "one starts. Default: half of --max-concurrency.",
     ),
     (
         "--upscale-delay",
-        float,
+        real_number,
         "SECONDS",
         "More replicas must be wanted for so long before one starts. Default: 30.",
     ),
     (
         "--downscale-delay",
-        float,
+        real_number,
         "SECONDS",
         "Fewer replicas must be wanted for so long before one goes. Default: 600.",
     ),
-    ("--num-cpus-per-replica", float, "NUMBER", "CPUs that Ray sets aside for each. Default: 1."),
-    ("--num-gpus-per-replica", float, "NUMBER", "GPUs that Ray sets aside for each. Default: 0."),
-    ("--memory-per-replica", int, "BYTES", "Memory that Ray sets aside for each."),
+    (
+        "--num-cpus-per-replica",
+        real_number,
+        "NUMBER",
+        "CPUs that Ray sets aside for each. Default: 1.",
+    ),
+    (
+        "--num-gpus-per-replica",
+        real_number,
+        "NUMBER",
+        "GPUs that Ray sets aside for each. Default: 0.",
+    ),
+    ("--memory-per-replica", whole_number, "BYTES", "Memory that Ray sets aside for each."),
     (
         "--ray-address",
         str,
