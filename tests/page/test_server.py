@@ -165,6 +165,20 @@ def test_a_model_in_use_stays_until_it_is_not(page: Any, view: Any, url: str) ->
     expect(row).to_contain_text("not loaded")
 
 
+def test_a_model_that_stays_loaded_says_why(page: Any, url: str) -> None:
+    httpx.post(url + CHAT, json=body(max_tokens=1)).raise_for_status()
+
+    def pin(route: Any) -> None:
+        told = route.fetch().json()
+        told["models"][0]["pinned"] = True
+        route.fulfill(json=told)
+
+    page.route("**/health?verbose=1", pin)
+    unload = open_view(page, url).get_by_role("button", name="Unload t")
+    expect(unload).to_have_attribute("aria-disabled", "true")
+    expect(unload).to_have_attribute("title", re.compile("^It stays loaded: --pin"))
+
+
 def test_a_pull_that_is_refused_is_told(view: Any) -> None:
     view.get_by_label("Download a model").fill("org/name")
     view.get_by_role("button", name="Pull").click()
