@@ -9,7 +9,7 @@ import argparse
 import difflib
 import shutil
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import groupby
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -54,7 +54,7 @@ class Arguments(argparse.ArgumentParser):
 
     def read(self, arguments: Sequence[str] | None) -> dict[str, Any]:
         """Return the values by name. Raises SettingsError, in one line."""
-        values, unknown = self.parse_known_args(arguments)
+        values, unknown = self.parse_known_intermixed_args(arguments)
         if unknown:
             first = next((each for each in unknown if each.startswith("-")), None)
             if first is None:
@@ -152,15 +152,29 @@ def server_arguments(commands: Mapping[str, str] = MappingProxyType({})) -> Argu
     width = max(map(len, commands), default=0)
     lines = [f"{name:<{width}}  {does}" for name, does in commands.items()]
     parser.add_argument_group("Commands", "\n".join(lines) or None)
-    add_model(parser)
+    add_model(parser, commands)
     parser.add_server_options(shown=True)
     return parser
 
 
-def add_model(parser: Arguments) -> None:
-    """Let the default model be given without a flag."""
+def add_model(parser: Arguments, commands: Collection[str] = ()) -> None:
+    """Let the default model be given without a flag.
+
+    Args:
+        commands: what is none, but stands at the wrong place.
+    """
+
+    def read(text: str) -> str:
+        if text in commands:
+            raise argparse.ArgumentTypeError(f"{text!r} is a command: mlxsrv {text} [OPTIONS]")
+        return text
+
     parser.add_argument(
-        "first_model", metavar="MODEL", nargs="?", help="The default model, as --model names one."
+        "first_model",
+        metavar="MODEL",
+        nargs="?",
+        type=read,
+        help="The default model, as --model names one.",
     )
 
 

@@ -34,7 +34,7 @@ class Bytes(int):
 def sized(bytes: float) -> str:
     """A number of bytes as people read it: `2.95 MB`."""
     for unit in ("B", "kB", "MB", "GB"):
-        if bytes < 1000:
+        if bytes < 999.5:  # what is more has four digits
             return f"{bytes:.3g} {unit}"
         bytes /= 1000
     return f"{bytes:.3g} TB"

@@ -23,11 +23,14 @@ def show_banner(settings: Settings, entry: ModelEntry, url: str, *, keys: bool) 
     """
     url = reachable(url)
     rows = [("Model", _describe(settings, entry))]
+    if entry.name == DEMO:
+        rows.append(("", "It is a toy: serve a real one with mlxsrv ORG/NAME"))
     if settings.page == "on":
         rows.append(("Chat", f"{url}  in a browser"))
     with_key = ", with your key" if keys else ""
     rows += [
-        ("Clients", f"{url}/v1 (OpenAI) or {url} (Anthropic, Ollama){with_key}"),
+        ("Clients", f"{url}/v1 (OpenAI){with_key}"),
+        ("", f"{url} (Anthropic, Ollama){with_key}"),
         ("", "mlxsrv connect sets up codex, claude, opencode and others"),
         ("Memory", _memory(settings)),
         ("Stop", "Ctrl-C"),
@@ -50,8 +53,7 @@ def _describe(settings: Settings, entry: ModelEntry) -> str:
     facts = [f"{known.parameter_size} parameters", sized(known.size)]
     if context is not None:
         facts.append(f"context of {context:,} tokens")
-    toy = "; a toy: serve a real one with mlxsrv ORG/NAME" if entry.name == DEMO else ""
-    return f"{entry.name} ({', '.join(facts)}){toy}"
+    return f"{entry.name} ({', '.join(facts)})"
 
 
 def _memory(settings: Settings) -> str:

@@ -14,7 +14,7 @@ from mlxsrv.configuration import settings_from
 from mlxsrv.options import SettingsError
 from mlxsrv.terminal.client import RequestFailed
 from mlxsrv.terminal.conversation import Conversation
-from mlxsrv.terminal.screen import dim
+from mlxsrv.terminal.screen import dim, shown
 from mlxsrv.terminal.starting import running_server
 
 _PROMPT = ">>> "
@@ -44,7 +44,9 @@ def chat(arguments: Sequence[str]) -> None:
         if question is None:
             ChatTerminal(conversation).run(f"{described} at {client.url}")
         else:
-            note = conversation.ask(question, lambda _, text: print(text, end="", flush=True))
+            note = conversation.ask(
+                question, lambda _, text: print(shown(text), end="", flush=True)
+            )
             print()
             if note:
                 print(f"mlxsrv: {note}", file=sys.stderr)
@@ -96,7 +98,7 @@ class ChatTerminal:
             if thinks and piece:
                 print("\n")
             thinks = bool(thought)
-            print(dim(thought) + piece, end="", flush=True)
+            print(dim(shown(thought)) + shown(piece), end="", flush=True)
 
         note = "stopped"
         with contextlib.suppress(KeyboardInterrupt):

@@ -103,12 +103,16 @@ class ServerClient:
         headers = {"Content-Type": "application/json"}
         if self.key is not None:
             headers["Authorization"] = f"Bearer {self.key}"
+        answer = None
         try:
             connection.request(
                 method, place.path + path, None if body is None else json.dumps(body), headers
             )
-            yield connection.getresponse()
+            answer = connection.getresponse()
+            yield answer
         except (OSError, HTTPException) as error:
+            if answer is not None and isinstance(error, BrokenPipeError):
+                raise  # an answer is only read: whoever reads this command's output has gone
             if isinstance(error, ConnectionRefusedError):
                 raise RequestFailed(f"no server runs at {self.url}; start one: mlxsrv") from None
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import select
 import signal
 import subprocess
@@ -11,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import dropwhile
 from pathlib import Path
 
 import msgspec
@@ -25,13 +25,22 @@ class ListeningProcess(msgspec.Struct, frozen=True):
     """A process of this user's that listens on a port."""
 
     pid: int
-    command: str
+    started: tuple[str, ...]
     """Its program and arguments, as it was started."""
 
     @property
+    def command(self) -> str:
+        return " ".join(self.started)
+
+    @property
     def is_server(self) -> bool:
-        """Whether it is `mlxsrv` or `python -m mlxsrv`, not a program that mounts the app."""
-        return re.search(r"(^|[\s/])(-m )?mlxsrv(\s|$)", self.command) is not None
+        """Whether it is `mlxsrv` or `python -m mlxsrv`: not a program that mounts the app, nor one
+        that has the name as an argument, such as a folder that it shows."""
+        program, *arguments = self.started
+        if Path(program).name.lower().startswith("python"):
+            what = [*dropwhile(lambda each: each.startswith("-") and each != "-m", arguments)]
+            program = what[1] if what[:1] == ["-m"] and what[1:] else "".join(what[:1])
+        return Path(program).name == "mlxsrv"
 
     def end_and_wait(self) -> None:
         """Ask it to end, and wait until it has."""
@@ -58,8 +67,8 @@ def listening_process(port: int) -> ListeningProcess | None:
     """The process that listens on a port; None if there is none, or if it is another user's."""
     pids = _linux_listeners(port) if sys.platform == "linux" else _lsof_listeners(port)
     for pid in pids:
-        if command := _command(pid):
-            return ListeningProcess(pid, command)
+        if started := _command(pid):
+            return ListeningProcess(pid, started)
     return None
 
 
@@ -85,13 +94,13 @@ def _lsof_listeners(port: int) -> Iterator[int]:
     yield from map(int, found.split())
 
 
-def _command(pid: int) -> str:
+def _command(pid: int) -> tuple[str, ...]:
     if sys.platform != "linux":
-        return _output("ps", "-o", "command=", "-p", str(pid)).strip()
-    try:
-        return (_PROC / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
-    except OSError:  # it has ended
-        return ""
+        return tuple(_output("ps", "-o", "command=", "-p", str(pid)).split())
+    with suppress(OSError):  # it has ended
+        whole = (_PROC / str(pid) / "cmdline").read_bytes().removesuffix(b"\0")
+        return tuple(os.fsdecode(each) for each in whole.split(b"\0") if whole)
+    return ()
 
 
 def _output(*command: str) -> str:

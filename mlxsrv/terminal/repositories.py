@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from mlxsrv.arguments import Arguments
 from mlxsrv.errors import ModelNotFound
@@ -47,19 +47,19 @@ def rm(arguments: Sequence[str]) -> None:
     parser.add_argument("--yes", action="store_true", help="Remove it without asking.")
     asked = parser.read(arguments)
     repository = _repository(asked["repository"])
-    strategy = _plan(repository)
-    freed = sized(strategy.expected_freed_size)
+    bytes, remove = _plan(repository)
+    freed = sized(bytes)
     if not asked["yes"] and not agreed(
         f"Remove {repository} from the Hugging Face cache, {freed}?", remedy="add --yes to remove"
     ):
         raise SettingsError(f"{repository} stays")
-    strategy.execute()
+    remove()
     print(f"{repository} is removed: {freed} are free again.")
 
 
-def _plan(repository: Repository) -> Any:
-    """huggingface-hub's plan of what to delete. Raises ModelNotFound if the cache has no such
-    model."""
+def _plan(repository: Repository) -> tuple[int, Callable[[], object]]:
+    """Return how many bytes would be free, and what removes them. Raises ModelNotFound if the cache
+    has no such model."""
     # Imported here, because the import takes 0.1 s and the other commands do not need it.
     from huggingface_hub import constants, scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
@@ -76,11 +76,14 @@ def _plan(repository: Repository) -> Any:
         for revision in cached.revisions
         if repository.revision in (None, *revision.refs, revision.commit_hash)
     ]
-    if not wanted:
-        broken = [warning for warning in cache.warnings if repository.root.name in str(warning)]
-        why = f"; it is damaged, remove it yourself: {repository.root}" if broken else ""
-        raise ModelNotFound(f"{str(repository)!r} is not in the cache{why}; see: mlxsrv models")
-    return cache.delete_revisions(*wanted)
+    if wanted:
+        strategy = cache.delete_revisions(*wanted)
+        return strategy.expected_freed_size, strategy.execute
+    root = repository.root
+    if repository.revision is None and root.is_dir():  # an interrupted download has no revision
+        files = [path.lstat().st_size for path in root.rglob("*") if path.is_file()]
+        return sum(files), lambda: shutil.rmtree(root)
+    raise ModelNotFound(f"{str(repository)!r} is not in the cache; see: mlxsrv models")
 
 
 def _repository(text: str) -> Repository:

@@ -5,17 +5,27 @@ A pipe gets plain text and no such line.
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import TextIO
 
 from mlxsrv.logs import DIM, has_colours, paint
 from mlxsrv.options import SettingsError
 
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""All but tabs and the ends of lines."""
+
 
 def dim(text: str, stream: TextIO | None = None) -> str:
     """The text in grey on a terminal whose user wants colours; else as it is."""
     stream = sys.stdout if stream is None else stream
     return paint(text, DIM) if text and has_colours(stream) else text
+
+
+def shown(text: str) -> str:
+    """A model's text as a terminal may have it: without control characters, which could set its
+    title, fill the clipboard or write over other lines. A pipe gets it as it is."""
+    return _CONTROLS.sub("", text) if sys.stdout.isatty() else text
 
 
 def aligned(rows: list[tuple[str, ...]]) -> str:

@@ -61,9 +61,14 @@ def _install(described: Unit, flags: Mapping[str, Any], settings: Settings, *, y
     # Imported here: the other actions need not know what is on the disk.
     from mlxsrv.models.catalogue.catalogue import Catalogue
 
-    secret = [option.flag for option in options() if option.secret and flags.get(option.name)]
-    if secret:
-        raise SettingsError(f"{secret[0]} would stand in a file; give --api-key-file instead")
+    for option in (each for each in options() if each.secret):
+        if flags.get(option.name):
+            raise SettingsError(f"{option.flag} would stand in a file; give --api-key-file instead")
+        if os.environ.get(option.variable) and settings.api_key_file is None:
+            raise SettingsError(
+                f"{option.variable} is not for a file, so the service would ask for no key; give "
+                "--api-key-file, or unset it"
+            )
     Catalogue(settings).require_default()
     change = plan_text(described.path, described.text)
     client = client_of(settings, None)
@@ -103,7 +108,8 @@ def _show(described: Unit, settings: Settings) -> None:
     print(f"Installed: {described.path}")
     state = "running" if _runs(described) else "not running"
     print(f"State: {state}; its log: {described.logs}")
-    print(f"{client.url}: {client.health()['status'] if client.is_there() else 'no answer'}")
+    silent = "no answer; give the service's own --port here as well"
+    print(f"{client.url}: {client.health()['status'] if client.is_there() else silent}")
 
 
 def _runs(described: Unit) -> bool:

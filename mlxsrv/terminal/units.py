@@ -102,7 +102,8 @@ def _systemd(
         "Description=mlxsrv, a server for MLX language models",
         "",
         "[Service]",
-        f"ExecStart={' '.join(map(_quoted, command))}",
+        # A dollar begins a variable here, and nowhere else.
+        f"ExecStart={' '.join(_quoted(each).replace('$', '$$') for each in command)}",
         f"WorkingDirectory={str(folder).replace('%', '%%')}",
         *(f"Environment={_quoted(f'{name}={value}')}" for name, value in variables.items()),
         "Restart=on-failure",
@@ -132,5 +133,5 @@ def _systemd(
 
 def _quoted(text: str) -> str:
     """An argument as systemd reads it."""
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
     return f'"{escaped}"' if escaped != text or not text or set(text) & set(" '\t;") else text

@@ -22,8 +22,9 @@ from urllib.parse import urlsplit
 import pytest
 
 from mlxsrv.settings import Settings
-from mlxsrv.terminal.client import RequestFailed
+from mlxsrv.terminal.client import RequestFailed, ServerClient
 from mlxsrv.terminal.processes import listening_process
+from mlxsrv.terminal.screen import shown
 from mlxsrv.terminal.starting import running_server
 from tests.support.commands import Run
 from tests.support.serving import PATIENCE, Server, environment, serving
@@ -227,6 +228,19 @@ def test_a_question_from_a_pipe_has_one_answer(
         assert told in done.stderr
 
 
+def test_a_reader_of_the_answer_may_go(demo: Server) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    with pytest.raises(BrokenPipeError), ServerClient(demo.url, KEY).chat(body):
+        raise BrokenPipeError  # as print does
+
+
+def test_an_answer_cannot_command_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = "a\x1b]52;c;cm0gLXI=\x07\x9b2J\r\tb\nü\x7f"
+    assert shown(answer) == answer
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert shown(answer) == "a]52;c;cm0gLXI=2J\tb\nü"
+
+
 def test_ps_shows_models_requests_and_memory(demo: Server, run: Run) -> None:
     shown = run("ps", "--url", demo.url)
     address, head, model, memory, requests = shown.stdout.splitlines()
@@ -263,10 +277,14 @@ with socket.create_server(("127.0.0.1", 0)) as listener:
 """
 
 
-@pytest.mark.parametrize("name", ["mlxsrv", "mlxsrvs"])
-def test_stop_ends_the_server_that_listens_and_no_other_program(name: str, run: Run) -> None:
-    """The process is a small one that is called so: the command sees its arguments."""
-    command = [sys.executable, "-c", LISTEN, name]
+@pytest.mark.parametrize("name", ["mlxsrv", "other"])
+def test_stop_ends_the_server_that_listens_and_no_other_program(
+    name: str, run: Run, tmp_path: Path
+) -> None:
+    """The process is a small one that is called so; another one has the name as an argument."""
+    program = tmp_path / name
+    program.write_text(LISTEN)
+    command = [sys.executable, "-u", str(program), "--directory", "/x/mlxsrv", "\udcff"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         port = process.stdout.readline().strip()

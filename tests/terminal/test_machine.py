@@ -128,6 +128,10 @@ def test_a_model_is_removed_once_its_user_agrees(run: Run, cache: Path) -> None:
     assert [path.name for path in (model / "snapshots").iterdir()] == ["a" * 40]
     assert run("rm", "org/tiny", "--yes").stdout.endswith(": 4 kB are free again.\n")
     assert not model.exists()
+    (model / "blobs").mkdir(parents=True)
+    (model / "blobs" / "x.incomplete").write_bytes(bytes(999_700))  # an interrupted download
+    assert run("rm", "org/tiny", "--yes").stdout.endswith(": 1 MB are free again.\n")
+    assert not model.exists()
     for name, told in (("org/tiny", "'org/tiny' is not in the cache"), ("tiny", "ORG/NAME")):
         assert told in run("rm", name, "--yes").stderr
 
@@ -158,7 +162,15 @@ def test_a_service_is_installed_and_taken_away(run: Run, manager: Path, tmp_path
     assert f"ExecStart={command}\n" in refused.stdout
     secret = run(*install, "--api-key", "sesame", "--yes")
     assert "give --api-key-file instead" in secret.stderr
-    done = run(*install, "--yes", MLXSRV_LOG_LEVEL="warning", MLXSRV_API_KEY="sesame")
+    open_to_all = run(*install, "--yes", MLXSRV_API_KEY="sesame")
+    assert "so the service would ask for no key; give --api-key-file" in open_to_all.stderr
+    assert not file.exists()
+    keys = tmp_path / "keys"
+    keys.write_text("sesame")
+    own = ("--api-key-file", str(keys), "--yes")
+    command = command.replace("--port 9", f"--port 9 --api-key-file {keys}")
+    done = run(*install, *own, MLXSRV_LOG_LEVEL="warning", MLXSRV_API_KEY="sesame")
+    assert f"ExecStart={command}\n" in file.read_text()
     assert done.returncode == 0, done.stderr
     assert "Environment=MLXSRV_LOG_LEVEL=warning\n" in file.read_text()
     assert "sesame" not in file.read_text() + done.stdout
@@ -200,9 +212,9 @@ def test_systemd_reads_arguments_as_they_are(
     manager: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "platform", "linux")
-    made = unit(["python", "a b", '"%h"', "$x"], {"A": "1 2"}, Path("/work"), 10.0)
-    assert 'ExecStart=python "a b" "\\"%%h\\"" "$$x"\n' in made.text
-    assert 'Environment="A=1 2"\n' in made.text
+    made = unit(["python", "a b", '"%h"', "$x"], {"A": "1 $2"}, Path("/work"), 10.0)
+    assert 'ExecStart=python "a b" "\\"%%h\\"" $$x\n' in made.text
+    assert 'Environment="A=1 $2"\n' in made.text
 
 
 TRIED = """

@@ -161,6 +161,7 @@ def test_a_terminal_shows_a_banner_then_the_download_then_that_it_is_ready(
         url = re.search(r"Chat +(http://127.0.0.1:\d+) ", banner)
         assert url is not None, banner
         assert re.search(rf"Clients +{url[1]}/v1 ", banner)
+        assert all(len(line) < 80 for line in banner.splitlines())
         for told in ("Model    org/first, which is downloaded first", "GB in this", "Ctrl-C"):
             assert told in banner
         assert re.search(r"\r\d\d:\d\d:\S+ info +downloading +model=org/first percent=0", text)
