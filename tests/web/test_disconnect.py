@@ -137,6 +137,7 @@ def test_fifty_clients_that_leave_at_once_leave_nothing_behind(
         clients += [stack.enter_context(RawClient(narrow, endless())) for _ in range(MAX_QUEUE)]
         for client in clients[1:]:
             client.until(KEEPALIVE)
+        wait_for(lambda: queued(narrow) == MAX_QUEUE, why="all are queued")
         assert narrow_client.post(CHAT, json=chat()).status_code == 503
     for client in clients:
         assert left(narrow, client)
@@ -152,6 +153,7 @@ def test_a_full_queue_refuses_and_is_served_in_order(
         for _ in range(MAX_QUEUE):
             waiting.append(stack.enter_context(RawClient(narrow, chat(stream=True))))
             waiting[-1].until(KEEPALIVE)
+            wait_for(lambda: queued(narrow) == len(waiting), why="it is queued behind the others")
 
         for streaming in (False, True):
             response = narrow_client.post(

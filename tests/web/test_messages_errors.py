@@ -24,6 +24,7 @@ from mlxsrv.wire.anthropic.errors import ERRORS
 from tests.support.anthropic_streams import check_type, hear, read_events
 from tests.support.client import Body, RawClient
 from tests.support.fixtures import MAX_QUEUE, Folders
+from tests.support.leaving import queued
 from tests.support.schemas import as_sent
 from tests.support.serving import Server, serving, wait_for
 
@@ -102,9 +103,10 @@ def test_a_full_queue_is_an_overload(narrow: Server) -> None:
     with ExitStack() as stack, narrow.client() as client:
         running = stack.enter_context(RawClient(narrow, endless(), MESSAGES))
         running.until(b"content_block_delta")
-        waiting = [
-            stack.enter_context(RawClient(narrow, endless(), MESSAGES)) for _ in range(MAX_QUEUE)
-        ]
+        waiting: list[RawClient] = []
+        for _ in range(MAX_QUEUE):
+            waiting.append(stack.enter_context(RawClient(narrow, endless(), MESSAGES)))
+            wait_for(lambda: queued(narrow) == len(waiting), why="it is queued behind the others")
         for each in waiting:
             assert each.until(b"event: ping\n").count(b"message_start") == 0
         response = client.post(MESSAGES, json=asking())
