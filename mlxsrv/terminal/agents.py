@@ -9,7 +9,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 
 from mlxsrv.arguments import command_arguments
 from mlxsrv.configuration import settings_from
@@ -20,6 +22,9 @@ from mlxsrv.connect.setup import FILE, KEY, ClientSetup, Session
 from mlxsrv.connect.url import KEY_VARIABLE
 from mlxsrv.options import SettingsError
 from mlxsrv.terminal.starting import running_server
+
+_LOOK = 1.0
+"""Seconds between two looks whether a signal has come."""
 
 
 def run_agent(arguments: Sequence[str]) -> int:
@@ -89,17 +94,39 @@ def _run(program: str, setup: ClientSetup, key: str | None, arguments: Sequence[
             path = Path(folder, Path(setup.file.name).name)
             path.write_text(new_text(setup.file.format, setup.file.content), "utf-8")
             file = str(path)
-        before = signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is for the agent
-        try:
-            first = [each.replace(FILE, file) for each in setup.session.arguments]
-            status = subprocess.run(
-                [program, *first, *arguments],
-                env=_environment(setup.session, file, key),
-                check=False,
-            ).returncode
-        finally:
-            signal.signal(signal.SIGINT, before)
+        first = [each.replace(FILE, file) for each in setup.session.arguments]
+        command = [program, *first, *arguments]
+        environment = _environment(setup.session, file, key)
+        status = _run_to_its_end(command, environment)
     return status if status >= 0 else 128 - status
+
+
+def _run_to_its_end(command: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Run the agent, and return its status. What would end this command ends the agent first, which
+    may have something to save. Ctrl-C is for the agent alone, which has it from the terminal."""
+    asked: list[int] = []
+    running: list[subprocess.Popen[bytes]] = []
+
+    def pass_on(number: int, _: FrameType | None) -> None:
+        if number != signal.SIGINT:
+            asked.append(number)
+            for agent in running:
+                agent.send_signal(number)
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, pass_on) for number in numbers}
+    try:
+        with subprocess.Popen(command, env=environment) as agent:
+            running.append(agent)
+            for number in asked:  # while it was started
+                agent.send_signal(number)
+            while True:
+                # A signal just before a wait without an end would only be handled behind it.
+                with suppress(subprocess.TimeoutExpired):
+                    return agent.wait(_LOOK)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _environment(session: Session, file: str, key: str | None) -> Mapping[str, str]:

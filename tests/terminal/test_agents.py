@@ -77,6 +77,15 @@ def test_an_agent_runs_with_settings_for_one_session(run: Run, url: str, tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == ["bin"]
 
 
+def test_what_ends_the_command_ends_the_agent_first(run: Run, url: str, tmp_path: Path) -> None:
+    (tmp_path / "bin" / "codex").write_text(
+        "#!/bin/sh\ntrap 'echo saved; exit 3' TERM\nkill -INT $PPID; kill -TERM $PPID\n"
+        "for each in $(seq 1000); do sleep 0.05; done\n"
+    )
+    done = run("run", "codex", "--url", url)
+    assert (done.returncode, done.stdout) == (3, "saved\n"), done.stderr
+
+
 def test_what_cannot_be_run_is_told(run: Run, url: str) -> None:
     for arguments, told in (
         ([], "name an agent; there are: codex, claude, "),
