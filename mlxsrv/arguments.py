@@ -65,6 +65,9 @@ class Arguments(argparse.ArgumentParser):
         return vars(values)
 
     def error(self, message: str) -> NoReturn:
+        missing = message.removeprefix("the following arguments are required: ")
+        if missing != message:
+            raise SettingsError(f"{missing} is missing; see: {self.prog} --help")
         raise SettingsError(message.removeprefix("argument "))
 
     def add_server_options(self, *, shown: bool) -> None:

@@ -80,6 +80,7 @@ def test_nothing_is_loaded_to_list_models(folder: Path) -> None:
         (("serve", "--prot", "1"), 2, "there is no option --prot; did you mean --port?"),
         (("pull", "--quite", "a/b"), 2, "there is no option --quite; did you mean --quiet?"),
         (("--port", "1", "connect", "codex"), 2, "'connect' is a command: mlxsrv connect [OPT"),
+        (("service",), 2, "ACTION is missing; see: mlxsrv service --help"),
         (("recommend", "--memory", "64"), 2, "--memory: '64' has no unit: 64GB"),
         (("models", "--pin", "nobody"), 2, "'nobody' is not served here"),
         (("pull", "not-a-repository"), 2, "ORG/NAME"),

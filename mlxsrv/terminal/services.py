@@ -34,7 +34,9 @@ def service(arguments: Sequence[str]) -> None:
         "install, uninstall or status. The options are those that the server shall have.",
         operands="ACTION [MODEL]",
     )
-    parser.add_argument("action", metavar="ACTION", choices=ACTIONS)
+    parser.add_argument(
+        "action", metavar="ACTION", choices=ACTIONS, help="install, uninstall or status."
+    )
     add_model(parser)
     parser.add_argument("--yes", action="store_true", help="Do it without asking.")
     flags = parser.read(arguments)
