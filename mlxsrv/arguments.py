@@ -210,5 +210,13 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
+def no_such(what: str, name: str | None, names: Iterable[str]) -> SettingsError:
+    """The error for a name that is missing or not among these."""
+    listed = f"; there are: {', '.join(names)}"
+    if name is None:
+        return SettingsError(f"name {what}{listed}")
+    return SettingsError(f"{name!r} is not {what}{did_you_mean(name, names) or listed}")
+
+
 def _wrap(text: str) -> str:
     return textwrap.fill(text, max(shutil.get_terminal_size().columns - 2, 40))

@@ -86,7 +86,7 @@ def test_nothing_is_loaded_to_list_models(folder: Path) -> None:
         (("pull", "not-a-repository"), 2, "ORG/NAME"),
         (("replay", "/no/record"), 2, "/no/record: No such file"),
         (("replay", __file__), 2, "is no record"),
-        (("connect", "nobody"), 2, "there is no client 'nobody'; there are: codex, "),
+        (("connect", "nobody"), 2, "'nobody' is not a client; there are: codex, "),
         *(
             pytest.param(*case, marks=pytest.mark.long)
             for case in (

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from mlxsrv.arguments import command_arguments
+from mlxsrv.arguments import command_arguments, no_such
 from mlxsrv.configuration import settings_from
 from mlxsrv.connect.address import NO_KEY, address_of
 from mlxsrv.connect.clients import CLIENTS
@@ -76,8 +76,7 @@ def _program(client: str | None) -> str:
     if client in CLIENTS and client not in agents:
         raise SettingsError(f"{client} is set up, not run: mlxsrv connect {client}")
     if client not in agents:
-        wrong = "name an agent" if client is None else f"there is no agent {client!r}"
-        raise SettingsError(f"{wrong}; there are: {', '.join(agents)}")
+        raise no_such("an agent", client, agents)
     program = shutil.which(agents[client])
     if program is None:
         raise SettingsError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from mlxsrv.arguments import command_arguments
+from mlxsrv.arguments import command_arguments, no_such
 from mlxsrv.configuration import settings_from
 from mlxsrv.connect.address import find_address
 from mlxsrv.connect.clients import CLIENTS
@@ -40,8 +40,7 @@ def connect(arguments: Sequence[str]) -> None:
     client, model, url = (flags.pop(name) for name in ("client", "for_model", "url"))
     write, yes = flags.pop("write"), flags.pop("yes")
     if client not in CLIENTS:
-        wrong = "name a client" if client is None else f"there is no client {client!r}"
-        raise SettingsError(f"{wrong}; there are: {', '.join(CLIENTS)}")
+        raise no_such("a client", client, CLIENTS)
     server = find_address(settings_from(flags), url, model)
     setup = CLIENTS[client](server)
     print(setup.text(server))

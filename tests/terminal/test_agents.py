@@ -89,7 +89,7 @@ def test_what_ends_the_command_ends_the_agent_first(run: Run, url: str, tmp_path
 def test_what_cannot_be_run_is_told(run: Run, url: str) -> None:
     for arguments, told in (
         ([], "name an agent; there are: codex, claude, "),
-        (["codx"], "there is no agent 'codx'; there are: codex, "),
+        (["codx"], "'codx' is not an agent; did you mean codex?"),
         (["zed"], "zed is set up, not run: mlxsrv connect zed"),
         (["aider"], "aider is not installed here: there is no program 'aider'"),
         (["codex", "--url", "http://127.0.0.1:9"], "no server runs at http://127.0.0.1:9"),
