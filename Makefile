@@ -96,7 +96,7 @@ test-replicas: $(RAY)/.done  ## two replicas under Ray Serve, in an environment 
 PAGE_TEST := tests/page
 PAGE_DONE := $(PAGE_TEST)/node/node_modules/.package-lock.json
 
-test-page: $(VENV)/.page $(if $(NODE),$(PAGE_DONE))  ## the page in the system's Chromium (ARGS="-k steer")
+test-page: $(VENV)/.page $(if $(NODE),$(PAGE_DONE))  ## the page in the system's Chromium, and in WebKit (ARGS="-k steer")
 ifdef NODE
 	cd $(PAGE_TEST)/node && npm run --silent check
 else

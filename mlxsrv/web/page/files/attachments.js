@@ -42,7 +42,7 @@ export class Attachments {
 	}
 
 	async take(files) {
-		for (const file of files) {
+		for (const file of [...files]) {
 			try {
 				const text = await textOf(file);
 				this.set([...this.files, { name: file.name, text }]);

@@ -73,7 +73,8 @@ export function growing(tag, props = {}) {
 	if (CSS.supports("field-sizing", "content")) return area;
 	const grow = () => {
 		area.style.height = "auto";
-		area.style.height = `${area.scrollHeight + area.offsetHeight - area.clientHeight}px`;
+		// Before it is laid out, it has no height to go by.
+		if (area.scrollHeight) area.style.height = `${area.scrollHeight + area.offsetHeight - area.clientHeight}px`;
 	};
 	area.addEventListener("input", grow);
 	new ResizeObserver(eachFrame(grow)).observe(area); // as it is shown, too
