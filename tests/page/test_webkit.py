@@ -34,7 +34,7 @@ WIDER = """
 const shown = document.querySelectorAll("html, body, main > :not([inert]), .log");
 return [...shown].filter(each => each.scrollWidth > each.clientWidth).map(each => each.outerHTML);
 """
-"""What can be scrolled sideways."""
+"""The elements that can be scrolled sideways."""
 
 
 @pytest.fixture(scope="module")

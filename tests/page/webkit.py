@@ -37,14 +37,14 @@ LISTENS = "0A"
 
 OPTIONS = {"args": ["--automation", "--javascript-can-open-windows-automatically=true"]}
 WANTED = {"capabilities": {"alwaysMatch": {"webkitgtk:browserOptions": OPTIONS}}}
-"""What is wanted of a new browser."""
+"""A new browser, as it is asked for."""
 
 NOT_YET = (
     "no such element",
     "stale element reference",
     "element not interactable",
 )
-"""What WebDriver says of an element that is not drawn yet, or is drawn anew."""
+"""Answers of WebDriver about an element that is not drawn yet, or is drawn anew."""
 
 CLEAR = """
 localStorage.clear();
