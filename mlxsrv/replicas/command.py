@@ -11,6 +11,7 @@ from typing import Any
 
 from mlxsrv.arguments import add_model, command_arguments, real_number, whole_number
 from mlxsrv.configuration import settings_from
+from mlxsrv.errors import ServeError
 from mlxsrv.models.catalogue.catalogue import Catalogue
 from mlxsrv.options import SettingsError
 from mlxsrv.replicas.application import ReplicaScale, deployment, import_serve
@@ -139,7 +140,7 @@ def run(settings: Settings, scale: ReplicaScale, address: str | None) -> None:
         local, url, port = is_loopback(listener), url_of(listener), listener.getsockname()[1]
         _stop_at_signals(stopped.set)
         if address is None:
-            ray.init(address="local", include_dashboard=False, object_store_memory=_OBJECTS)
+            _start(ray)
         else:
             _join(ray, serve, address)
     # As one process forgets when it ends; no replica runs yet.
@@ -166,6 +167,15 @@ def run(settings: Settings, scale: ReplicaScale, address: str | None) -> None:
         with contextlib.suppress(Exception):
             serve.shutdown()
         ray.shutdown()
+
+
+def _start(ray: Any) -> None:
+    """Start Ray on this machine. Raises ServeError: it has 30 seconds, a fixed time."""
+    try:
+        ray.init(address="local", include_dashboard=False, object_store_memory=_OBJECTS)
+    except Exception as error:
+        ray.shutdown()
+        raise ServeError(f"Ray did not start: {error}") from error
 
 
 def _join(ray: Any, serve: Any, address: str) -> None:

@@ -10,9 +10,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import httpx
 import pytest
@@ -28,6 +28,7 @@ T = TypeVar("T")
 METRIC = re.compile(r"ray_mlxsrv_(\w+)\{(.*)\} (\S+)")
 
 KEY = "sk-of-the-tests"
+RAY_WAS_LATE = "The current node timed out during startup"
 KEYED = {"authorization": f"Bearer {KEY}"}
 
 
@@ -58,6 +59,31 @@ def counted(metric: str, **labels: str) -> set[str]:
     return found
 
 
+class RayLate(Exception):
+    """Ray has given up its own start, for which it has a fixed time."""
+
+
+def again(start: Callable[[], T]) -> T:
+    """The result of `start`, which is called anew where Ray has given up its own start."""
+    for _ in range(2):
+        try:
+            return start()
+        except RayLate:
+            continue
+    return start()
+
+
+def start_ray(**options: Any) -> None:
+    """Start Ray in this process. Raises RayLate."""
+    try:
+        ray.init(**options)
+    except Exception as error:
+        ray.shutdown()
+        if RAY_WAS_LATE in str(error):
+            raise RayLate from error
+        raise
+
+
 class Command:
     """`python -m mlxsrv replicas`, running.
 
@@ -73,7 +99,10 @@ class Command:
         self.announced, self.url = announced.groups()
 
     def _announcement(self) -> re.Match[str] | None:
-        assert self._process.poll() is None, self._log.read_text()
+        if self._process.poll() is not None:
+            text = self._log.read_text()
+            assert RAY_WAS_LATE in text, text
+            raise RayLate
         pattern = r"^mlxsrv: (.*) on (http\S+)$"
         return re.search(pattern, self._log.read_text(), re.MULTILINE)
 
@@ -110,8 +139,8 @@ def begun(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[bytes]
 @contextmanager
 def commanded(folder: Path, *options: str) -> Iterator[Command]:
     """The command with these options, when it serves; its log and its data are in `folder`."""
-    with begun(folder, *options) as (process, log):
-        yield Command(process, log)
+    with ExitStack() as stack:
+        yield again(lambda: Command(*stack.enter_context(begun(folder, *options))))
 
 
 class Cluster:
@@ -128,11 +157,13 @@ class Cluster:
         import_serve()
         with socket.create_server(("127.0.0.1", 0)) as free:  # held until Ray has its own ports
             port = free.getsockname()[1]
-            ray.init(
-                num_cpus=4,
-                include_dashboard=False,
-                object_store_memory=96 * 1024 * 1024,
-                log_to_driver=False,
+            again(
+                lambda: start_ray(
+                    num_cpus=4,
+                    include_dashboard=False,
+                    object_store_memory=96 * 1024 * 1024,
+                    log_to_driver=False,
+                )
             )
         self.url = f"http://127.0.0.1:{port}"
         serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})

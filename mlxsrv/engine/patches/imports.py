@@ -10,18 +10,25 @@ test compares them. Other versions of transformers are left as they are.
 cannot raise it beyond 4,096 afterwards, and the import fails where the limit is lower. But a server
 needs a descriptor for each connection, and an app that mounts this one may have set its own limit.
 With the patch, that call does nothing.
+
+`python`: both parse Python code while a model is loaded. In Python 3.11 before 3.11.8, threads that
+do so at once make each other fail (`SystemError: AST constructor recursion depth mismatch`,
+cpython issue 106905). With the patch they take turns. Other versions are left as they are.
 """
 
 from __future__ import annotations
 
+import ast
 import functools
 import resource
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
+from typing import Any
 
 from mlxsrv.engine.patches.switch import enabled, log_applied
 
@@ -37,7 +44,10 @@ Execute = Callable[[ModuleType], None]
 
 
 def patch_imports() -> None:
-    """Patch mlx-lm and transformers when they are imported, if they have not been yet."""
+    """Patch mlx-lm and transformers when they are imported, if they have not been yet; and Python's
+    parser."""
+    if enabled("python") and sys.version_info[:2] == (3, 11) and sys.version_info < (3, 11, 8):
+        _parse_in_turn()
     for patch, module, execute in (
         ("transformers", _SCANNER, _scan_once),
         ("mlx-lm", _LIMITER, _keep_limits),
@@ -99,6 +109,23 @@ def _fetch_last(fetch: Callable[[str], list[str]], content: str) -> list[str]:
     """The names in the last list of exports of a source file; the same as `fetch` finds."""
     start = content.rfind(_EXPORTS)
     return fetch(content if start < 0 else content[start + 1 :])
+
+
+# Python.
+
+
+def _parse_in_turn() -> None:
+    parse, turn = ast.parse, threading.RLock()  # collecting garbage within may parse again
+    if hasattr(parse, "__wrapped__"):
+        return
+
+    @functools.wraps(parse)
+    def parse_in_turn(*args: Any, **kwargs: Any) -> Any:
+        with turn:
+            return parse(*args, **kwargs)
+
+    ast.parse = parse_in_turn
+    log_applied("python", "threads parse Python code one after the other")
 
 
 # mlx-lm.

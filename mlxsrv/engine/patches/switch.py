@@ -12,7 +12,7 @@ import os
 from functools import cache
 
 VARIABLE = "MLXSRV_PATCHES"
-PATCHES = frozenset({"openblas", "transformers", "mlx-lm", "attention"})
+PATCHES = frozenset({"openblas", "transformers", "mlx-lm", "attention", "python"})
 
 _log = logging.getLogger("mlxsrv.engine")
 

@@ -36,4 +36,4 @@ def test_a_name_that_is_no_patch_is_reported_once(
     assert not enabled("transformers")
     [message] = [record.getMessage() for record in caplog.records]
     assert "no-such-patch" in message
-    assert "attention, mlx-lm, openblas, transformers" in message
+    assert "attention, mlx-lm, openblas, python, transformers" in message
