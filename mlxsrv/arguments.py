@@ -164,7 +164,7 @@ def add_model(parser: Arguments, commands: Collection[str] = ()) -> None:
     """Let the default model be given without a flag.
 
     Args:
-        commands: what is none, but stands at the wrong place.
+        commands: names that are refused: a command must be the first argument.
     """
 
     def read(text: str) -> str:

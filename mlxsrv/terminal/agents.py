@@ -120,7 +120,8 @@ def _run_to_its_end(command: Sequence[str], environment: Mapping[str, str]) -> i
             for number in asked:  # while it was started
                 agent.send_signal(number)
             while True:
-                # A signal just before a wait without an end would only be handled behind it.
+                # Python handles a signal that comes just before a wait only when the wait is over,
+                # so each wait is short.
                 with suppress(subprocess.TimeoutExpired):
                     return agent.wait(_LOOK)
     finally:
