@@ -473,6 +473,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     shutdown_grace: Annotated[
         float, Meta(ge=0, description="Seconds for running requests to finish at shutdown.")
     ] = 10.0
+    stop_with_stdin: Annotated[
+        bool, Meta(description="Stop once standard input ends: its writer, your program, has gone.")
+    ] = False
 
     def __post_init__(self) -> None:
         for option in options():

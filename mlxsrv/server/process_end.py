@@ -6,6 +6,8 @@ import math
 import os
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from typing import NoReturn
 
 INTERRUPTED = 130
@@ -19,6 +21,19 @@ def interrupt(*_: object) -> NoReturn:
     """
     os.write(2, b"\n" * os.isatty(2) + b"mlxsrv: interrupted\n")  # behind the terminal's ^C
     os._exit(INTERRUPTED)
+
+
+def call_at_end_of_input(stop: Callable[[], None]) -> None:
+    """Call `stop` once standard input ends: no process holds the other end of its pipe any more,
+    also if the last one was killed. The call is made by a thread of its own."""
+
+    def watch() -> None:
+        with suppress(OSError):
+            while os.read(0, 4096):
+                pass
+        stop()
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 class ProcessEnd:

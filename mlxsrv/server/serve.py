@@ -16,6 +16,7 @@ from mlxsrv.models.catalogue.catalogue import Catalogue, ModelEntry
 from mlxsrv.server.banner import show_banner, show_ready
 from mlxsrv.server.descriptors import raise_limit
 from mlxsrv.server.listening import bind, is_loopback, listen, url_of
+from mlxsrv.server.process_end import call_at_end_of_input
 from mlxsrv.server.ranks import end_after_loss, follow_rank_0, join_ranks
 from mlxsrv.server.server import Server
 from mlxsrv.settings import Settings
@@ -71,6 +72,8 @@ def serve(settings: Settings) -> int:
         signal.signal(signal.SIGHUP, lambda *_: server.exit_once())
     if device is not None:
         device.shutdown_wished = server.exit_once
+    if settings.stop_with_stdin:
+        call_at_end_of_input(server.exit_once)
     server.run(sockets=[listener])
     if device is not None and server.end.status:
         end_after_loss(server.end.status)

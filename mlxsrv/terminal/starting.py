@@ -40,9 +40,11 @@ class StartedServer:
     def __init__(self, arguments: Sequence[str], key: str) -> None:
         own = ("--host", "127.0.0.1", "--port", "0", "--log-format", "json", "--log-level", "info")
         # In a group of its own: Ctrl-C is for this command, which may want the server to live on.
+        # This process alone holds the other end of its input, so it ends with this process,
+        # whatever ends that.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "mlxsrv", *arguments, *own],
-            stdin=subprocess.DEVNULL,
+            [sys.executable, "-m", "mlxsrv", *arguments, *own, "--stop-with-stdin"],
+            stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             process_group=0,
@@ -79,6 +81,8 @@ class StartedServer:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
 
     def _read_log(self) -> None:
         """Find the address, and keep the last lines: a pipe that nobody reads would fill up."""

@@ -27,7 +27,7 @@ from mlxsrv.terminal.processes import listening_process
 from mlxsrv.terminal.screen import shown
 from mlxsrv.terminal.starting import running_server
 from tests.support.commands import Run
-from tests.support.serving import PATIENCE, Server, environment, serving
+from tests.support.serving import PATIENCE, Server, environment, serving, wait_for
 
 ABOUT_ITSELF = "I am the small demo model"
 KEY = "sesame"
@@ -84,6 +84,11 @@ class Terminal:
             self._unread += os.read(self._descriptor, 1 << 16).decode()
         before, _, self._unread = self._unread.partition(text)
         return before
+
+    def kill(self) -> None:
+        """End the process as nothing that it does could."""
+        self._process.kill()
+        self._process.wait()
 
     def answer(self, line: str) -> str:
         """Write a line, and return all up to the next prompt."""
@@ -266,6 +271,16 @@ def test_a_server_that_a_command_starts_ends_with_it() -> None:
         running_server(Settings(port=0), wrong, url=None),
     ):
         pass
+
+
+def test_a_server_that_a_command_starts_does_not_outlive_it() -> None:
+    with terminal("chat", "--no-hf-cache", "--port", "0") as chat:
+        address = chat.until("\r\n").rpartition(" at http://")[2]
+        port = int(address.rpartition(":")[2])
+        process = listening_process(port)
+        assert process is not None
+        chat.kill()
+        wait_for(lambda: listening_process(port) is None, why="the server has ended")
 
 
 LISTEN = """
