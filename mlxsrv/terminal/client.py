@@ -13,18 +13,27 @@ from urllib.parse import quote, urlsplit
 from mlxsrv.connect.url import KEY_VARIABLE, server_url
 from mlxsrv.errors import ServeError
 from mlxsrv.settings import Settings
+from mlxsrv.terminal.processes import listening_process
+
+_FIRST_PATIENCE = 5.0
+"""Seconds without a byte, as long as nothing has answered: `/health` waits for nothing."""
 
 _PATIENCE = 30.0
-"""Seconds without a byte. A stream has a sign of life more often, every `--keepalive` seconds."""
+"""The same for a server that has answered before, and may have much to do."""
 
 _LONGEST_PATIENCE = 3600.0
-"""The same for a stream: `--keepalive` may be longer."""
+"""The same for a stream, which has a sign of life every `--keepalive` seconds."""
 
+_THIS_MACHINE = ("127.0.0.1", "::1", "localhost")
 _HEALTH_STATES = ("ok", "loading", "draining", "failed", "stalled")
 
 
 class RequestFailed(ServeError):
     """A request to a running server did not succeed; the message says why."""
+
+
+class NoServer(RequestFailed):
+    """Nothing listens at the address."""
 
 
 class ServerClient:
@@ -38,6 +47,7 @@ class ServerClient:
     def __init__(self, url: str, key: str | None = None) -> None:
         self.url = url
         self.key = key
+        self._patience = _FIRST_PATIENCE
 
     def is_there(self) -> bool:
         """Whether a server of this kind answers at the address."""
@@ -51,7 +61,7 @@ class ServerClient:
         """Whether any program listens at the address."""
         place = urlsplit(self.url)
         try:
-            socket.create_connection((place.hostname, place.port), _PATIENCE).close()
+            socket.create_connection((place.hostname, place.port), _FIRST_PATIENCE).close()
         except OSError:
             return False
         return True
@@ -63,7 +73,7 @@ class ServerClient:
                 raise self._refusal(answer)
             state = self._object(answer)
         if state.get("status") not in _HEALTH_STATES:
-            raise RequestFailed(f"what answers at {self.url} is no mlxsrv")
+            raise self._foreign()
         return state
 
     def model(self, name: str = "default") -> dict[str, Any]:
@@ -95,10 +105,11 @@ class ServerClient:
         method: str,
         path: str,
         body: Mapping[str, Any] | None = None,
-        patience: float = _PATIENCE,
+        patience: float | None = None,
     ) -> Iterator[HTTPResponse]:
         place = urlsplit(self.url)
         kind = HTTPSConnection if place.scheme == "https" else HTTPConnection
+        patience = patience or self._patience
         connection = kind(place.netloc, timeout=patience)
         headers = {"Content-Type": "application/json"}
         if self.key is not None:
@@ -109,12 +120,16 @@ class ServerClient:
                 method, place.path + path, None if body is None else json.dumps(body), headers
             )
             answer = connection.getresponse()
+            self._patience = _PATIENCE
             yield answer
         except (OSError, HTTPException) as error:
             if answer is not None and isinstance(error, BrokenPipeError):
                 raise  # an answer is only read: whoever reads this command's output has gone
             if isinstance(error, ConnectionRefusedError):
-                raise RequestFailed(f"no server runs at {self.url}; start one: mlxsrv") from None
+                raise NoServer(f"no server runs at {self.url}; start one: mlxsrv") from None
+            if isinstance(error, TimeoutError):
+                silence = f"no answer from {self.url} within {patience:g} s"
+                raise RequestFailed(silence + self._listener()) from None
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
             raise RequestFailed(f"no answer from {self.url}: {reason}") from None
         finally:
@@ -126,8 +141,18 @@ class ServerClient:
         except ValueError:
             read = None
         if not isinstance(read, dict):
-            raise RequestFailed(f"what answers at {self.url} is no mlxsrv: it sent no JSON")
+            raise self._foreign()
         return read
+
+    def _foreign(self) -> RequestFailed:
+        return RequestFailed(f"what answers at {self.url} is no mlxsrv{self._listener()}")
+
+    def _listener(self) -> str:
+        """The program that has the port, in parentheses; "" if it is not known here."""
+        place = urlsplit(self.url)
+        here = place.hostname in _THIS_MACHINE
+        process = listening_process(place.port) if place.port and here else None
+        return f" ({process})" if process else ""
 
     def _refusal(self, answer: HTTPResponse) -> RequestFailed:
         if answer.status == 401:

@@ -120,7 +120,7 @@ def _port(settings: Settings) -> Iterator[Finding]:
     if settings.port == 0:
         return
     client, process = client_of(settings, None), listening_process(settings.port)
-    who = f" (process {process.pid}: {process.command:.100})" if process else ""
+    who = f" ({process})" if process else ""
     if client.is_there():
         yield Finding("ok", f"a server runs at {client.url}{who}")
     elif client.is_taken():

@@ -28,9 +28,10 @@ class ListeningProcess(msgspec.Struct, frozen=True):
     started: tuple[str, ...]
     """Its program and arguments, as it was started."""
 
-    @property
-    def command(self) -> str:
-        return " ".join(self.started)
+    def __str__(self) -> str:
+        """Shown as `process 42: python -m http.server`."""
+        words = (word for argument in self.started for word in argument.split())
+        return f"process {self.pid}: {' '.join(words):.100}"
 
     @property
     def is_server(self) -> bool:
@@ -48,6 +49,7 @@ class ListeningProcess(msgspec.Struct, frozen=True):
             if hasattr(os, "pidfd_open"):
                 self._end_on_linux()
             else:
+                self._require_same()
                 os.kill(self.pid, signal.SIGTERM)
                 while True:  # until there is no such process
                     os.kill(self.pid, 0)
@@ -57,10 +59,18 @@ class ListeningProcess(msgspec.Struct, frozen=True):
         """A process that its parent has not waited for still has its number: only this tells."""
         descriptor = os.pidfd_open(self.pid)
         try:
+            # Behind the opening: from then on the descriptor means one process, whatever becomes of
+            # its number.
+            self._require_same()
             signal.pidfd_send_signal(descriptor, signal.SIGTERM)
             select.select([descriptor], [], [])
         finally:
             os.close(descriptor)
+
+    def _require_same(self) -> None:
+        """Raise ProcessLookupError if its number is another process's by now: it has ended."""
+        if _command(self.pid) != self.started:
+            raise ProcessLookupError
 
 
 def listening_process(port: int) -> ListeningProcess | None:

@@ -19,11 +19,14 @@ from typing import Any, NoReturn
 from mlxsrv.connect.url import KEY_VARIABLE
 from mlxsrv.logs import sized
 from mlxsrv.settings import Settings, options
-from mlxsrv.terminal.client import RequestFailed, ServerClient, client_of
+from mlxsrv.terminal.client import NoServer, RequestFailed, ServerClient, client_of
 from mlxsrv.terminal.screen import StatusLine
 
 _LOOK = 0.1
 """Seconds between two looks at a server that loads."""
+
+_OF_THE_ADDRESS = ("host", "port", "api_key", "api_key_file", "model")
+"""Options that say which server is asked, and for which model."""
 
 _END = 10.0
 """Seconds beyond `--shutdown-grace` after which a server that does not end is killed."""
@@ -112,14 +115,13 @@ def running_server(
     Raises:
         RequestFailed: there is no server, or it cannot load its model.
     """
-    if url is not None or settings.port:
-        client = client_of(settings, url)
-        if url is not None or client.is_there():
-            with StatusLine() as line:
-                _wait_until_ready(client, line)
-            flagged = (flags.get("model") or ["default"])[0]
-            yield client, model or flagged.partition("=")[0]
-            return
+    if client := _find_running(settings, url):
+        _tell_what_has_no_effect(flags, client.url)
+        with StatusLine() as line:
+            _wait_until_ready(client, line)
+        flagged = (flags.get("model") or ["default"])[0]
+        yield client, model or flagged.partition("=")[0]
+        return
     arguments = as_arguments(flags)
     if model is not None:
         arguments += ["--model", _as_option(settings, model)]
@@ -139,6 +141,33 @@ def running_server(
             raise
         finally:
             started.stop_within(settings.shutdown_grace)
+
+
+def _find_running(settings: Settings, url: str | None) -> ServerClient | None:
+    """The server at the address, if one runs there. Raises RequestFailed if it must, and does
+    not."""
+    if url is None and not settings.port:
+        return None
+    client = client_of(settings, url)
+    try:
+        client.health()
+    except RequestFailed as error:
+        if url is not None:
+            raise
+        if not isinstance(error, NoServer):
+            print(f"mlxsrv: {error.message}; another server is started", file=sys.stderr)
+        return None
+    return client
+
+
+def _tell_what_has_no_effect(flags: Mapping[str, Any], url: str) -> None:
+    """Name the options that are for a server that is started: this one runs already."""
+    given = (option for option in options() if flags.get(option.name) is not None)
+    late = [option.flag for option in given if option.name not in _OF_THE_ADDRESS]
+    if late:
+        these = ", ".join(late)
+        told = f"a server runs at {url} already, so these options change nothing: {these}"
+        print(f"mlxsrv: {told}", file=sys.stderr)
 
 
 def as_arguments(flags: Mapping[str, Any]) -> list[str]:

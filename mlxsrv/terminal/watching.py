@@ -87,8 +87,5 @@ def _server_process(port: int) -> ListeningProcess:
     if process is None:
         raise RequestFailed(f"no server of this user listens on port {port} of this machine")
     if not process.is_server:
-        raise RequestFailed(
-            f"port {port} is that of another program, which stays: {process.command:.200} "
-            f"(process {process.pid})"
-        )
+        raise RequestFailed(f"port {port} is that of another program, which stays ({process})")
     return process

@@ -23,7 +23,7 @@ import pytest
 
 from mlxsrv.settings import Settings
 from mlxsrv.terminal.client import RequestFailed, ServerClient
-from mlxsrv.terminal.processes import listening_process
+from mlxsrv.terminal.processes import ListeningProcess, listening_process
 from mlxsrv.terminal.screen import shown
 from mlxsrv.terminal.starting import running_server
 from tests.support.commands import Run
@@ -220,6 +220,12 @@ def test_a_question_from_a_pipe_has_one_answer(
     assert done.stdout.startswith(ABOUT_ITSELF)
     assert done.stdout.endswith(".\n")
     pipe("hi", monkeypatch)
+    late = run("chat", "--url", demo.url, "--max-context", "99", "--no-metrics", "--model", "demo")
+    assert late.stderr == (
+        f"mlxsrv: a server runs at {demo.url} already, so these options change nothing: "
+        "--max-context, --metrics\n"
+    )
+    pipe("hi", monkeypatch)
     refused = run("chat", "--url", demo.url, MLXSRV_API_KEY="wrong")
     assert "set MLXSRV_API_KEY to one of the server's keys" in refused.stderr
     for arguments, text, told in (
@@ -257,7 +263,9 @@ def test_ps_shows_models_requests_and_memory(demo: Server, run: Run) -> None:
     assert '"waiting_for_row": 0' in run("ps", "--url", demo.url, "--json").stdout
 
 
-def test_a_server_that_a_command_starts_ends_with_it() -> None:
+def test_a_server_that_a_command_starts_ends_with_it(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     flags = {"model": ["demo"], "hf_cache": False}
     with running_server(Settings(port=0), flags, url=None, model="demo") as (client, name):
         assert client.model(name)["state"] == "loaded"
@@ -266,11 +274,16 @@ def test_a_server_that_a_command_starts_ends_with_it() -> None:
         assert process.is_server
     assert not client.is_there()
     wrong = {"model": ["/nowhere"]}
+    monkeypatch.setattr("mlxsrv.terminal.client._FIRST_PATIENCE", 0.01)
     with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
         pytest.raises(RequestFailed, match="there is no folder '/nowhere'"),
-        running_server(Settings(port=0), wrong, url=None),
+        running_server(Settings(port=(port := silent.getsockname()[1])), wrong, url=None),
     ):
         pass
+    told = capfd.readouterr().err
+    assert f":{port} within 0.01 s (process {os.getpid()}: " in told
+    assert told.endswith("; another server is started\n")
 
 
 def test_a_server_that_a_command_starts_does_not_outlive_it() -> None:
@@ -310,6 +323,8 @@ def test_stop_ends_the_server_that_listens_and_no_other_program(
             assert process.poll() == 0
             assert "no server of this user" in run("stop", "--port", port).stderr
         else:
+            # The number of a server that ended meanwhile may be this process's.
+            ListeningProcess(process.pid, ("mlxsrv",)).end_and_wait()
             assert done.returncode == 1
             assert f"port {port} is that of another program" in done.stderr
             assert process.poll() is None
