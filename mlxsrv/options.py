@@ -14,6 +14,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec import Meta, inspect
 
+from mlxsrv.wording import type_in_words
+
 ENV_PREFIX = "MLXSRV_"
 
 # `$` alone also matches before a newline at the end.
@@ -140,12 +142,13 @@ class Option(msgspec.Struct, frozen=True):
                 return f"{value!r} is not a list"
             value = next(each for each in value if not _fits(each, kind))
         shown = "the key" if self.secret else repr(value)
-        bounds, words = _describe(inspect.type_info(kind))
         if self.bytes and not _in_bytes(str(value)).isdigit():
             return f"{shown} is no size: 8GB, 512MB or bytes"
         if self.choices:
             return f"{shown} is not one of {', '.join(self.choices)}"
-        return f"{shown} is not {words}{bounds}"
+        if self.switch:
+            return f"{shown} is not on or off"
+        return f"{shown} is not {type_in_words(inspect.type_info(kind))}"
 
 
 @cache
@@ -192,34 +195,6 @@ def _fits(value: object, kind: Any) -> bool:
     except msgspec.ValidationError:
         return False
     return True
-
-
-def _describe(kind: inspect.Type) -> tuple[str, str]:
-    """The bounds of a type, and what it is, in words."""
-    match kind:
-        case inspect.Metadata(type=inner, extra_json_schema={"title": title}):
-            return _describe(inner)[0], title
-        case inspect.Metadata(type=inner):
-            return _describe(inner)
-        case inspect.UnionType(types=types):
-            return _describe(next(e for e in types if not isinstance(e, inspect.NoneType)))
-        case inspect.BoolType():
-            return "", "on or off"
-        case inspect.StrType():
-            return "", "a name"
-        case inspect.IntType():
-            return _bounds(kind), "a whole number"
-        case inspect.FloatType():
-            return _bounds(kind), "a number"
-    return "", "right"
-
-
-def _bounds(kind: inspect.IntType | inspect.FloatType) -> str:
-    if kind.le is not None:
-        return f" from {kind.ge} to {kind.le}"
-    if kind.gt is not None:
-        return f" above {kind.gt:g}"
-    return "" if kind.ge is None else f" of at least {kind.ge}"
 
 
 def _choices(kind: Any) -> tuple[str, ...]:

@@ -17,15 +17,16 @@ import mlxsrv
 ROOT = Path(mlxsrv.__file__).parent
 
 FLOORS = {
-    "options": 0,
     "errors": 0,
     "generation": 0,
     "logs": 0,
     "states": 0,
     "version": 0,
-    "settings": 1,
-    "arguments": 2,
-    "configuration": 3,
+    "wording": 0,
+    "options": 1,
+    "settings": 2,
+    "arguments": 3,
+    "configuration": 4,
     "text": 1,
     "formats": 1,
     "wire": 1,

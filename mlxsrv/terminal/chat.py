@@ -132,7 +132,7 @@ class ChatTerminal:
         parameters = self._conversation.parameters
         name, _, value = text.partition(" ")
         if value:
-            parameters[name] = _value(value.strip())
+            self._conversation.set(name, _value(value.strip()))
         elif name:
             parameters.pop(name, None)
         print(

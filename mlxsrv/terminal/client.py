@@ -159,9 +159,10 @@ class ServerClient:
             return RequestFailed(
                 f"{self.url} wants an API key: set {KEY_VARIABLE} to one of the server's keys"
             )
-        error = self._object(answer).get("error")
-        message = error.get("message") if isinstance(error, dict) else None
-        return RequestFailed(message or f"{self.url} answered with status {answer.status}")
+        told = self._object(answer).get("error")
+        error = told if isinstance(told, dict) else {}
+        message = error.get("message") or f"{self.url} answered with status {answer.status}"
+        return RequestFailed(message, param=error.get("param"))
 
 
 def client_of(settings: Settings, url: str | None) -> ServerClient:

@@ -59,6 +59,18 @@ class Conversation:
             if said := "".join(answer):
                 self._turns += [question, {"role": "assistant", "content": said}]
 
+    def set(self, name: str, value: object) -> None:
+        """Have every request carry this field. Raises RequestFailed if the server refuses it."""
+        # A request without messages is refused before anything is done for it. Its fields are read
+        # in their order, so an error about this one comes first.
+        try:
+            with self._client.chat({name: value, "model": self.model, "messages": []}):
+                pass
+        except RequestFailed as error:
+            if error.param not in (None, "messages"):
+                raise
+        self.parameters[name] = value
+
     def choose(self, name: str) -> str:
         """Take another model, and return a line about it. Raises RequestFailed."""
         found = self._client.model(name)

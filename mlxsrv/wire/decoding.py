@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from mlxsrv.errors import InvalidJSON, InvalidRequest, MissingParameter, UnsupportedParameter
 from mlxsrv.wire.unknown import Fields
+from mlxsrv.wording import error_in_words
 
 T = TypeVar("T", bound=Struct)
 D = TypeVar("D")
@@ -188,7 +189,7 @@ def missing(path: str) -> MissingParameter:
 
 
 def _invalid(text: str, wrong_key: str | None = None) -> InvalidRequest:
-    """msgspec's error, with its path as `param`.
+    """msgspec's error in plain words, with its path as `param`.
 
     Args:
         wrong_key: the key that the error is about, if it is about a key of the object at the path.
@@ -199,6 +200,7 @@ def _invalid(text: str, wrong_key: str | None = None) -> InvalidRequest:
     what, path = match["what"], (match["path"] or "").replace(_ANY_KEY, "") or None
     if absent := _MISSING.fullmatch(what):
         return missing(f"{path}.{absent['name']}" if path else absent["name"])
+    what = error_in_words(what)
     if len(what) > _LONGEST:
         what = f"{what[:_LONGEST]}..."
     where = f"{path}: " if path else ""
@@ -207,7 +209,7 @@ def _invalid(text: str, wrong_key: str | None = None) -> InvalidRequest:
         where += f'the key "{shown}" is wrong: ' if match["key"] else f'at the key "{shown}": '
     elif match["key"]:
         where += "a key is wrong: "
-    return InvalidRequest(f"{where}{what[:1].lower()}{what[1:]}", param=path)
+    return InvalidRequest(f"{where}{what}", param=path)
 
 
 def _wrong_key(text: str, decode: Callable[[Any], object], data: bytes | msgspec.Raw) -> str | None:

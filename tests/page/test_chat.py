@@ -221,4 +221,4 @@ def test_an_error_of_the_server_is_told_in_words(page: Any, url: str) -> None:
     setting(page, "Other fields").fill('{"temperature": 5}')
     ask(page, QUESTION)
     told = answers(page).locator(".end")
-    expect(told).to_have_text("Temperature: it must be a number <= 2.0")
+    expect(told).to_have_text("Temperature: expected a number of at most 2")

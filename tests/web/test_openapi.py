@@ -208,7 +208,7 @@ OF_THE_MODEL = re.compile(
     r"|^(tool_choice|output_config.format|output_format): "
     r"|^(text\.format|tool_choice|tools\[\d+\]\.(tools\[\d+\]\.)?format|input)\b"
     r"|^missing required parameter: tools"
-    r"|^bad_words\[\d+\]: expected `str` matching regex"
+    r"|^bad_words\[\d+\]: expected a text that matches"
 )
 """Why a body may be refused that the schemas allow: they do not know the model, nor the settings,
 and JSON Schema can hardly say that two fields agree or that a text is JSON or a grammar. Which

@@ -21,6 +21,7 @@ from mlxsrv.text.calls import CallRules, NotEnforceable
 from mlxsrv.text.formats import CALLS, THOUGHTS
 from mlxsrv.text.lark import Lark
 from mlxsrv.text.marks import SPELLED, Marks
+from mlxsrv.wording import error_in_words
 
 _log = logging.getLogger("mlxsrv.engine")
 
@@ -132,7 +133,7 @@ def _parse_schema(text: str) -> JSONSchema:
     try:
         return msgspec.json.decode(text, type=JSONSchema)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise GrammarRefused(f"not a JSON schema: {error}") from None
+        raise GrammarRefused(f"not a JSON schema: {error_in_words(str(error))}") from None
 
 
 def _prepare(schemas: Sequence[tuple[JSONSchema, bool]]) -> tuple[list[str], dict[int, str]]:

@@ -14,6 +14,7 @@ from msgspec import Meta, Struct
 from mlxsrv.errors import InvalidRequest, UnsupportedParameter
 from mlxsrv.generation.spec import ChoiceForm, Form, GrammarForm, JSONForm, RegexForm
 from mlxsrv.wire.schema_rules import GIVEN, TEXT, Schema, having
+from mlxsrv.wording import error_in_words
 
 GrammarText = Annotated[str, Meta(min_length=1)]
 Regex = Annotated[str, Meta(min_length=1, extra_json_schema={"format": "regex"})]
@@ -156,5 +157,5 @@ def read_schema(given: dict[str, Any] | str, param: str) -> dict[str, Any]:
     try:
         return msgspec.json.decode(given, type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError) as error:
-        what = f"{param}: not a JSON schema: {error}"
+        what = f"{param}: not a JSON schema: {error_in_words(str(error))}"
         raise InvalidRequest(what, param=param) from None

@@ -328,7 +328,8 @@ def _check_limits(request: GenerationRequest, *, echo: bool = False) -> None:
         if getattr(request, name) == 0 and not (echo and name == "max_tokens"):
             echoing = "; 0 needs echo, to score the prompt" if name == "max_tokens" else ""
             raise InvalidRequest(
-                f"{name}: expected `int` >= 1, or -1 for none{echoing}", param=name
+                f"{name}: expected a whole number of at least 1, or -1 for none{echoing}",
+                param=name,
             )
     if request.min_tokens and request.limit is not None and request.min_tokens > request.limit:
         raise InvalidRequest(

@@ -301,8 +301,8 @@ def _check_request(request: ResponsesRequest) -> None:
     if request.input is None and request.previous_response_id is None:
         raise missing("input")
     if request.max_output_tokens == 0:
-        path = "max_output_tokens"
-        raise InvalidRequest(f"{path}: expected `int` >= 1, or -1 for none", param=path)
+        told = "max_output_tokens: expected a whole number of at least 1, or -1 for none"
+        raise InvalidRequest(told, param="max_output_tokens")
     check_steering(request)
     _ = request.items, request.toolbox, request.choice
 

@@ -100,15 +100,10 @@ function failure(status, body) {
 	return new APIError(status, inWords(error?.message ?? error ?? `The server answered ${status}`), body);
 }
 
-const TYPES = { float: "a number", int: "a whole number", str: "a text", bool: "true or false", array: "a list" };
-
-/** Write an error as a sentence, without the names of types. */
+/** Write an error as a sentence. */
 function inWords(message) {
-	const typed = String(message).replace(/expected `([\w |]+)`/gi, (_, types) => {
-		const names = types.split(" | ").filter(each => each !== "null");
-		return `it must be ${names.map(each => TYPES[each] ?? `an ${each}`).join(" or ")}`;
-	});
-	return /^[a-z_]+[ :]/.test(typed) ? typed[0].toUpperCase() + typed.slice(1) : typed;
+	const text = String(message);
+	return /^[a-z_]+[ :]/.test(text) ? text[0].toUpperCase() + text.slice(1) : text;
 }
 
 async function* linesOf(body) {
