@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import httpx
@@ -64,8 +63,8 @@ def running(*command: str, path: str, folder: Path, cwd: Path = ROOT) -> Iterato
         process = subprocess.Popen([*command, "--port", "0"], cwd=cwd, stderr=stderr)
     server = Server(process, folder / "log")
     try:
-        ready = partial(httpx.get, server.url + path)
-        wait_for(lambda: ready().status_code == 200, why=f"{path} answers")
+        with server.client() as client:
+            wait_for(lambda: client.get(path).status_code == 200, why=f"{path} answers")
         yield server.url
     finally:
         server.close()

@@ -126,11 +126,11 @@ def read(
 
 def read_each_way(format: CallFormat, text: str, tools: Tools, *, cut: bool = False) -> Read:
     """Return what is heard of an answer, the same however it is split and markers are shown."""
-    found = [
-        read(format, feeds, tools, marks=marks, cut=cut)
-        for marks in (SPELLED, tokens(format))
-        for feeds in splits(marks.show(text))
-    ]
+    found = [read(format, feeds, tools, cut=cut) for feeds in splits(text)]
+    # A marker that is a token is one character, so cuts inside of it are not there to try.
+    marks = tokens(format)
+    shown = marks.show(text)
+    found += [read(format, feeds, tools, marks=marks, cut=cut) for feeds in ([shown], shown)]
     assert all(each == found[0] for each in found), [each for each in found if each != found[0]]
     return found[0]
 

@@ -99,11 +99,11 @@ def test_threads_that_parse_code_at_once_do_not_make_each_other_fail() -> None:
         patch_imports()
         gc.callbacks.append(lambda *_: time.sleep(0))  # lets another thread run in the middle
         sys.setswitchinterval(1e-5)
-        code, failed = "f(a, [b, (c, {d: e + -1})])\\n" * 2000, []
+        code, failed = "f(a, [b, (c, {d: e + -1})])\\n" * 1000, []
 
         def parse():
             try:
-                for _ in range(10):
+                for _ in range(5):
                     ast.parse(code)
             except SystemError as error:
                 failed.append(error)
