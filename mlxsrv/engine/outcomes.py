@@ -97,10 +97,10 @@ class Decoded(msgspec.Struct, frozen=True, tag=True):
         failures: rows whose constraint cannot go on.
         bound: rows whose constraint binds their next token.
         following: the input of the next step, by row, where it is known already: after proposals.
-        accepted: how many proposals held, by row, of rows whose proposals were checked.
+        accepted: how many proposals held, by row, of rows whose proposals were verified.
         activations: those that were watched in the step before.
         waited: when the step before was complete, by the clock of `Outcome.began`; of a step with
-            proposals or guesses.
+            proposals.
     """
 
     tokens: tuple[tuple[int, int], ...] = ()

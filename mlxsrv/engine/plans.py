@@ -8,6 +8,7 @@ and a cached prompt by the number of its entry.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import msgspec
@@ -138,6 +139,21 @@ class RowGroup(msgspec.Struct, frozen=True):
     columns: int
 
 
+Proposal = int | tuple[int, ...]
+"""The tokens that are proposed to a row, behind its next input: so many that the draft model is to
+propose; or a guess of the input, and the tokens themselves. 0 or no tokens: nothing."""
+
+
+def count_proposed(proposal: Proposal) -> int:
+    """Tokens that are proposed."""
+    return proposal if isinstance(proposal, int) else max(len(proposal) - 1, 0)
+
+
+def count_fed(proposals: Sequence[Proposal]) -> int:
+    """Tokens that each row is fed at most: its input, and what is proposed."""
+    return 1 + max(map(count_proposed, proposals), default=0)
+
+
 class Decode(_Item, frozen=True):
     """One step for all rows of a decoder. Done: Decoded.
 
@@ -146,24 +162,21 @@ class Decode(_Item, frozen=True):
             which it was has failed.
         groups: the rows by the KV cache that they share; None: as in the step before. Each has the
             rows of one or several of the groups that there are, or that were read.
-        proposals: how many tokens the draft model proposes to each row, in their order; empty: it
-            proposes none.
-        guesses: for each row, in their order, its next input and tokens proposed behind it, or no
-            tokens; empty: nothing is guessed. The proposals of a row count only if its input was
-            guessed rightly. If no row's was, the step is a plain one.
+        proposals: for each row, in their order, the tokens to verify; empty: the step is a plain
+            one. Where the input is guessed wrongly, nothing is verified. If no row is left, the
+            step is a plain one, too.
     """
 
     title = "decoding"
 
     solo: bool = False
     groups: tuple[RowGroup, ...] | None = None
-    proposals: tuple[int, ...] = ()
-    guesses: tuple[tuple[int, ...], ...] = ()
+    proposals: tuple[Proposal, ...] = ()
 
     @property
     def plain(self) -> bool:
         """Whether each row only draws its next token, beside the same rows as before."""
-        return not (self.solo or self.groups or self.proposals or self.guesses)
+        return not (self.solo or self.groups or self.proposals)
 
 
 class ReadDraft(_Item, frozen=True):

@@ -9,7 +9,7 @@ import numpy as np
 
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.outcomes import TextFacts
-from mlxsrv.engine.plans import Decode, RowGroup
+from mlxsrv.engine.plans import Decode, RowGroup, count_fed
 from mlxsrv.engine.scheduling.groups import STEP
 from mlxsrv.engine.scheduling.prompt_index import Tokens, as_tokens
 from mlxsrv.generation.parameters import Steering
@@ -64,7 +64,7 @@ class FakeDecoder:
 
     def check_room(self, work: Decode) -> None:
         """Check that the groups have room for what the step writes."""
-        tokens = max(1 + sum(work.proposals), *map(len, work.guesses), 1)
+        tokens = count_fed(work.proposals)
         for group in self.groups:
             assert group.room is not None
             written = max(row.held for row in group.rows) + tokens

@@ -32,10 +32,12 @@ from mlxsrv.engine.plans import (
     Release,
     Rewind,
     Span,
+    count_fed,
+    count_proposed,
 )
 from mlxsrv.engine.scheduling.groups import STEP
 from mlxsrv.engine.scheduling.prompt_index import LEAST, Tokens, common_prefix
-from mlxsrv.engine.scheduling.speculation_controller import MOST_UNREAD
+from mlxsrv.engine.scheduling.proposers import MOST_UNREAD
 from mlxsrv.generation.parameters import Steering
 from tests.support.fake_decoders import (
     FakeDecoder,
@@ -424,8 +426,7 @@ class FakeText:
 
     def passes_of_step(self, work: Decode) -> list[Pass]:
         """The passes of a step that was just done, or would be."""
-        guessed = max(map(len, work.guesses), default=0)
-        tokens = max(1 + sum(work.proposals), guessed)
+        tokens = count_fed(work.proposals)
         passes = [
             Pass(len(group.rows), tokens, max(row.held for row in group.rows))
             for group in self._decoders.find(solo=work.solo).groups
@@ -471,12 +472,35 @@ class FakeSteps:
         return sum(cost.bytes(room) for cost in self._facts.draft_costs)
 
     def run(self, work: Decode, decoder: FakeDecoder) -> Decoded:
-        """One step of a decoder, or a round of proposals."""
-        if work.proposals:
-            return self._run_round(decoder.rows, work)
-        if work.guesses:
-            return self._run_guesses(decoder, work)
-        return self._step(decoder)
+        """One step of a decoder."""
+        if not work.proposals:
+            return self._step(decoder)
+        rows = decoder.rows
+        require(not work.solo, "proposals to a row in the solo decoder")
+        require(
+            self._facts.shares or len(decoder.groups) == 1, "proposals to rows in several passes"
+        )
+        require(len(work.proposals) == len(rows), "proposals to other rows")
+        require(count_fed(work.proposals) > 1, "no proposals")
+        accepted: dict[int, int] = {}
+        for row, proposal in zip(rows, work.proposals, strict=True):
+            self._require_proposable(row, count_proposed(proposal))
+            if isinstance(proposal, int):
+                self._require_draft(row, alone=len(rows) == 1)
+                held: int | None = self._device.accept(row.job, len(row.drawn), proposal)
+            else:
+                held = self._verify(row, proposal)
+            accepted |= {} if held is None else {row.id: held}
+        if not accepted:
+            return self._step(decoder)
+        lengths = {row.id: row.length for row in rows}
+        done = self._check(rows, accepted)
+        for row, proposal in zip(rows, work.proposals, strict=True):
+            if isinstance(proposal, int) and row.id not in done.broken:
+                end = lengths[row.id] + proposal
+                self._draft = row.id, row.text[: min(end, row.length)]
+                self._draft_room = max(self._draft_room, end)
+        return done
 
     def forget_draft(self) -> None:
         self._draft, self._draft_room = None, 0
@@ -520,47 +544,28 @@ class FakeSteps:
         """Rows whose constraint binds their next token: not the one that is drawn already."""
         return tuple(row.id for row in rows if self._device.binds(row.job, len(row.drawn)))
 
-    # A draft model.
+    # Proposals.
 
-    def _run_round(self, rows: Sequence[FakeRow], work: Decode) -> Decoded:
-        [count], [row] = work.proposals, rows
+    def _require_draft(self, row: FakeRow, *, alone: bool) -> None:
+        """Check that the draft model can propose to a row."""
         require(self._facts.drafts, "there is no draft model")
-        self._require_proposable(row, count)
-        require(count > 0, "no proposals")
+        require(alone, "a draft model proposes to several rows")
         require(self._draft is not None and self._draft[0] == row.id, "the draft follows another")
         assert self._draft is not None
         read = self._draft[1]
         require(common_prefix(read, row.text) == read.size, "the draft has read another text")
         require(row.length - read.size <= MOST_UNREAD, "the draft lacks much of the text")
-        length = row.length
-        accepted = {row.id: self._device.accept(row.job, len(row.drawn), count)}
-        done = self._check(rows, accepted)
-        if row.id not in done.broken:
-            self._draft = row.id, row.text[: min(length + count, row.length)]
-            self._draft_room = max(self._draft_room, length + count)
-        return done
 
-    def _run_guesses(self, decoder: FakeDecoder, work: Decode) -> Decoded:
-        rows = decoder.rows
+    def _verify(self, row: FakeRow, proposal: tuple[int, ...]) -> int | None:
+        """Return how many of the tokens hold; None if the row's input is guessed wrongly, or if
+        there are none."""
         require(self._facts.lookup, "nothing is looked up in this model")
-        require(not work.solo, "proposals to a row in the solo decoder")
-        require(
-            self._facts.shares or len(decoder.groups) == 1, "proposals to rows in several passes"
-        )
-        require(len(work.guesses) == len(rows), "guesses for other rows")
-        require(any(work.guesses), "no guesses")
-        accepted: dict[int, int] = {}
-        for row, guess in zip(rows, work.guesses, strict=True):
-            require(len(guess) != 1, "a guess of an input, and no proposal")
-            self._require_proposable(row, max(len(guess) - 1, 0))
-            tokens = [self._device.draw(row.job, len(row.drawn) + i) for i in range(len(guess))]
-            if guess and guess[0] == tokens[0]:
-                pairs = zip(guess[1:], tokens[1:], strict=True)
-                same = [proposed == drawn for proposed, drawn in pairs]
-                accepted[row.id] = (*same, False).index(False)
-        if not accepted:
-            return self._step(decoder)
-        return self._check(rows, accepted)
+        require(len(proposal) != 1, "a guess of an input, and no proposal")
+        tokens = [self._device.draw(row.job, len(row.drawn) + i) for i in range(len(proposal))]
+        if proposal[:1] != tuple(tokens[:1]) or not proposal:
+            return None
+        pairs = zip(proposal[1:], tokens[1:], strict=True)
+        return (*(proposed == drawn for proposed, drawn in pairs), False).index(False)
 
     def _require_proposable(self, row: FakeRow, count: int) -> None:
         """Check that so many tokens may be proposed to a row, or to others in the same pass."""

@@ -17,9 +17,21 @@ from mlxsrv.engine.execution.text_runner import TextRunner
 from mlxsrv.engine.faults import note
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.outcomes import Decoded, Done, DraftRead, Fault, Outcome
-from mlxsrv.engine.plans import Admit, Decode, Forget, Read, ReadDraft, Release, Rewind, WorkItem
+from mlxsrv.engine.plans import (
+    Admit,
+    Decode,
+    Forget,
+    Read,
+    ReadDraft,
+    Release,
+    Rewind,
+    WorkItem,
+    count_fed,
+)
 from mlxsrv.engine.scheduling.memory_budget import MemoryBudget
 from mlxsrv.engine.scheduling.pace import Pace
+from mlxsrv.engine.scheduling.proposers import Proposer
+from mlxsrv.engine.scheduling.speculation import Speculation
 from mlxsrv.engine.scheduling.speculation_controller import SpeculationController
 from mlxsrv.engine.scheduling.text_schedule import TextSchedule
 from mlxsrv.engine.steering.steerer import Steerer
@@ -31,7 +43,7 @@ def nominal_seconds(work: WorkItem) -> float:
     proposals follow from such times, so with these they are the same on every machine."""
     match work:
         case Decode():
-            return 1e-3 + 1e-4 * (sum(work.proposals) + sum(map(len, work.guesses)))
+            return 1e-3 + 1e-4 * (count_fed(work.proposals) - 1) * len(work.proposals)
         case Read():
             return 1e-3 + 2e-5 * sum(span.end - span.begin for span in work.spans)
         case ReadDraft():
@@ -91,6 +103,16 @@ class TextEngine:
             self.budget.set(budget)
         self._constraints: Mapping[int, Constraint] = {}
         self._unsent: list[Event] = []
+
+    def speculate(
+        self, make_controller: Callable[[], SpeculationController], proposer: Proposer | None = None
+    ) -> None:
+        """Have such a controller decide about proposals, and this proposer make them, if tokens can
+        be proposed at all."""
+        if (speculation := self.schedule._speculation) is not None:
+            speculation = Speculation(proposer or speculation.proposer, make_controller)
+            self.schedule._speculation = speculation
+            self.schedule.memory.book.proposer = speculation.proposer
 
     @property
     def streaming(self) -> bool:
@@ -235,7 +257,7 @@ class Always(SpeculationController):
     def choose(self, found: Sequence[int], *, known: bool = True) -> int:
         return min(self._fixed or self._dice.randint(1, 5), max(found))
 
-    def saw_round(self, *args: Any, **more: Any) -> None:
+    def saw_speculative_step(self, *args: Any, **more: Any) -> None:
         """Nothing to find out."""
 
     def saw_reading(self, tokens: int, seconds: float) -> None:

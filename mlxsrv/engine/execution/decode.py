@@ -5,9 +5,9 @@
   dropped with the row.
 - Rows that share a KV cache are a sub-batch, see `sub_batches`. All of them share a pass of the
   model where it can, else each takes its own.
-- Rows may be decoded several tokens at a time, in speculative rounds: see `speculation`.
+- Rows may be decoded several tokens at a time, in speculative steps: see `speculation`.
 
-Between any two of a decoder's methods, after a plain step and after a speculative round:
+Between any two of a decoder's methods, after a plain step and after a speculative one:
 
 - Each row's KV cache holds the row's text, `row.seen`. The KV cache of a fresh row does not hold
   its last token yet.
@@ -15,8 +15,8 @@ Between any two of a decoder's methods, after a plain step and after a speculati
   to the model nor delivered.
 - The draft's KV cache holds a beginning of some row's text, of any length.
 
-So plain steps may follow speculative rounds, rows join and leave, and a row's cache is kept for
-later prompts, as if there were no speculative rounds.
+So plain steps may follow speculative ones, rows join and leave, and a row's cache is kept for later
+prompts, as if there were no speculative steps.
 
 `row.drawn` is always the list of delivered tokens, also after an exception. The row's constraint
 has accepted `row.accepted_tokens` of them. So the row can be decoded from there, once its text is
@@ -35,7 +35,7 @@ from typing import Any, cast
 import mlx.core as mx
 
 from mlxsrv.engine.cache.kv_caches import KVCacheFactory
-from mlxsrv.engine.execution.speculation import Draft, check_proposals
+from mlxsrv.engine.execution.speculation import Draft, verify
 from mlxsrv.engine.execution.step_results import (
     Launched,
     StepResults,
@@ -47,7 +47,7 @@ from mlxsrv.engine.execution.step_results import (
 )
 from mlxsrv.engine.execution.sub_batches import Pass, ReadyRow, SubBatch
 from mlxsrv.engine.live_row import LiveRow, Place
-from mlxsrv.engine.plans import RowGroup
+from mlxsrv.engine.plans import Proposal, RowGroup, count_proposed
 from mlxsrv.engine.ranks.rank_group import RankGroup
 from mlxsrv.engine.sampling.bans import Banning
 from mlxsrv.engine.sampling.blocks import Blocks
@@ -280,66 +280,55 @@ class Decoder:
         if self._steps % _CLEAR_EVERY == 0:
             mx.clear_cache()
 
-    # Speculative rounds.
+    # Speculative steps.
 
-    def run_round(self, proposals: Sequence[int], results: StepResults) -> None:
-        """Run a speculative round of the only row: deliver its input, and the draft model's
-        proposals that are accepted.
-
-        Args:
-            proposals: how many tokens are proposed to each row.
-            results: filled in.
-        """
-        if self._draft is None or len(self.rows) != 1 or self.rows[0].fresh:
-            raise RuntimeError("tokens are proposed to a row that is alone, after its first step")
-        assert self._inputs is not None
-        self._plan_passes()
-        mx.eval(self._inputs)  # so that a plain step under way is not timed as well
-        results.waited = perf_counter()
-        [count], [row] = proposals, self.rows
-        proposed = self._draft.propose(row, self._inputs, count)
-        self._check(proposed[None], proposals, results)
-        self._draft.cut_to_text()
-
-    def run_guesses(self, guesses: Sequence[Sequence[int]], results: StepResults) -> None:
-        """Run a speculative round of all rows: deliver each row's input, and the proposals behind
-        it that are accepted.
+    def run_speculative_step(self, proposals: Sequence[Proposal], results: StepResults) -> None:
+        """Deliver each row's input, and the proposals behind it that are accepted.
 
         Args:
-            guesses: a guess of each row's input, and the tokens proposed behind it. If no input was
-                guessed rightly, this is a plain step.
+            proposals: to each row. If there are none behind inputs that were guessed rightly, this
+                is a plain step.
             results: filled in.
         """
         self._plan_passes()
-        if len(self._passes) != 1 or self._fresh or len(guesses) != len(self.rows):
+        if len(self._passes) != 1 or self._fresh or len(proposals) != len(self.rows):
             raise RuntimeError("tokens are proposed to rows of one pass, after their first step")
         assert self._inputs is not None
         inputs = cast(list[int], self._inputs.tolist())  # waits for the step under way
         results.waited = perf_counter()
-        proposals = [
-            [*guess[1:]] if guess[:1] == (token,) else []
-            for guess, token in zip(guesses, inputs, strict=True)
+        counts = [
+            count_proposed(each) if isinstance(each, int) or each[:1] == (token,) else 0
+            for each, token in zip(proposals, inputs, strict=True)
         ]
-        counts = [*map(len, proposals)]
         if not any(counts):
             self.run_step(results)
-            return
-        padded = [[*each, *[0] * (max(counts) - len(each))] for each in proposals]
-        self._check(mx.array(padded, dtype=mx.uint32), counts, results)
+        elif isinstance(proposals[0], int):
+            if self._draft is None or len(self.rows) != 1:
+                raise RuntimeError("a draft model proposes to a row that is alone")
+            proposed = self._draft.propose(self.rows[0], self._inputs, counts[0])
+            self._verify(proposed[None], counts, results)
+            self._draft.cut_to_text()
+        else:
+            most = max(counts)
+            padded = [
+                [*each[1 : 1 + count], *[0] * (most - count)]
+                for each, count in zip(cast(Any, proposals), counts, strict=True)
+            ]
+            self._verify(mx.array(padded, dtype=mx.uint32), counts, results)
 
-    def _check(self, proposals: mx.array, counts: Sequence[int], results: StepResults) -> None:
+    def _verify(self, proposals: mx.array, counts: Sequence[int], results: StepResults) -> None:
         """Run the model over the inputs and the proposals `(rows, most)`, so many of each row. The
         inputs are known."""
         assert self._inputs is not None
         [whole], rows = self._passes, self.rows
         broken = self._launched.broken()
         self._launched = Launched()
-        checked = check_proposals(self._model, whole, self._inputs, proposals, counts)
-        self._inputs = mx.array([each.following for each in checked], dtype=mx.uint32)
+        verified = verify(self._model, whole, self._inputs, proposals, counts)
+        self._inputs = mx.array([each.following for each in verified], dtype=mx.uint32)
         self._step = None  # the sampler of the last plain step is out of date
         self._count_step()
         taken: list[int] = []
-        for row, each, count in zip(rows, checked, counts, strict=True):
+        for row, each, count in zip(rows, verified, counts, strict=True):
             if each.broken or row in broken:
                 results.broken.append(row.id)
                 taken.append(0)
@@ -350,15 +339,15 @@ class Decoder:
         whole.cut([proposals.shape[1] + 1 - each for each in taken])
         woken = [i for i, row in enumerate(rows) if binds(row, results)]
         for i, row in enumerate(rows):
-            if i not in woken and taken[i] == len(checked[i].seen):
-                results.following[row.id] = checked[i].following
+            if i not in woken and taken[i] == len(verified[i].seen):
+                results.following[row.id] = verified[i].following
         if woken:
-            last = [checked[i].logits[taken[i] - 1] for i in woken]
+            last = [verified[i].logits[taken[i] - 1] for i in woken]
             self._redraw(woken, mx.stack(last), results)
 
     def _redraw(self, places: Sequence[int], logits: mx.array, results: StepResults) -> None:
         """Draw the next inputs of the rows at these places anew, from the same logits
-        `(places, vocabulary)`: their constraints, which were dormant in the round, bind them."""
+        `(places, vocabulary)`: their constraints, which were dormant in the step, bind them."""
         rows = [self.rows[i] for i in places]
         step = Step(rows, logits.shape[-1], ahead=0)
         assert step.masks is not None

@@ -1,4 +1,4 @@
-"""Speculative decoding: tokens are proposed, and the model checks several of them in one pass.
+"""Speculative decoding: tokens are proposed, and the model verifies several of them in one pass.
 
 A pass over a few tokens costs a large model little more than a pass over one, so each proposal
 that holds saves a pass (Leviathan et al. 2023, Chen et al. 2023). A small model proposes them to a
@@ -7,13 +7,13 @@ row that is alone; or they are looked up in the texts of all rows, and come with
 - Proposals do not change what is drawn. The model's logits at each position go through the row's
   own sampler with the key of that position, and a proposal holds if it is the token so drawn. The
   text is that of plain decoding, greedy or not.
-- One pass checks the proposals of all rows. It is as long as the most proposals of a row; what a
+- One pass verifies the proposals of all rows. It is as long as the most proposals of a row; what a
   row has less is padding, which is cut off with the proposals that do not hold.
 - The draft draws with the same random numbers. Where both models give similar logits, they draw the
   same tokens at any temperature; its likeliest token would miss whatever the sampler does not
   favour.
 - Masks, bans, penalties and log-probabilities are computed for one token at a time, so a row that
-  needs them is given plain steps only. A dormant constraint has no mask; the round ends where it
+  needs them is given plain steps only. A dormant constraint has no mask; the step ends where it
   wakes up.
 
 Used on the device thread only.
@@ -26,22 +26,15 @@ from math import isfinite
 from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
-from mlx_lm.models.cache import (
-    BatchRotatingKVCache,
-    ChunkedKVCache,
-    RotatingKVCache,
-    make_prompt_cache,
-    trim_prompt_cache,
-)
+from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 
 from mlxsrv.engine.cache.kv_caches import KVCacheFactory
-from mlxsrv.engine.cache.row_cache import Layers, list_layers
+from mlxsrv.engine.cache.row_cache import Layers
 from mlxsrv.engine.execution.step_results import launch
 from mlxsrv.engine.execution.sub_batches import Pass
 from mlxsrv.engine.live_row import LiveRow
 from mlxsrv.engine.sampling.sampler import Sampler
 
-_UNCUTTABLE = "the model's cache cannot be cut back"
 _MOST_PADDING = 128  # entries by which families pad the vocabularies of their sizes differently
 
 
@@ -130,8 +123,8 @@ class Draft:
             self._read -= tokens
 
 
-class Checked(NamedTuple):
-    """The result of a speculative round for one row."""
+class Verified(NamedTuple):
+    """The result of a speculative step for one row."""
 
     seen: list[int]  # the row's input and the proposals that held
     following: int  # drawn behind them
@@ -139,10 +132,10 @@ class Checked(NamedTuple):
     broken: bool  # the model computed NaN, so a token means nothing
 
 
-def check_proposals(
+def verify(
     model: Any, whole: Pass, inputs: mx.array, proposals: mx.array, counts: Sequence[int]
-) -> list[Checked]:
-    """Check tokens that are proposed to rows. The KV caches then hold all of them; they are to be
+) -> list[Verified]:
+    """Verify tokens that are proposed to rows. The KV caches then hold all of them; they are to be
     cut back to the rows' texts.
 
     Args:
@@ -152,7 +145,7 @@ def check_proposals(
     """
     rows = whole.rows
     fed = mx.concatenate([inputs[:, None], proposals], axis=1)
-    logits = whole.check(model, fed)
+    logits = whole.find_logits(model, fed)
     places = [(i, place) for i, count in enumerate(counts) for place in range(count + 1)]
     sampler = Sampler(
         [rows[i].job.sampling for i, _ in places],
@@ -164,14 +157,14 @@ def check_proposals(
     tokens = cast(list[list[int]], fed.tolist())
     expected = cast(list[int], drawn.tolist())
     logit = cast(list[list[float]], highest.tolist())
-    found: list[Checked] = []
+    found: list[Verified] = []
     begin = 0
     for i, count in enumerate(counts):
         end = begin + count + 1
         accepted = _count_equal(tokens[i][1 : count + 1], expected[begin:end])
         broken = not all(isfinite(value) for [value] in logit[begin : begin + accepted + 1])
         found.append(
-            Checked(tokens[i][: accepted + 1], expected[begin + accepted], logits[i], broken)
+            Verified(tokens[i][: accepted + 1], expected[begin + accepted], logits[i], broken)
         )
         begin = end
     return found
@@ -204,18 +197,12 @@ def check_draft(model: Any, draft: Any) -> None:
         )
 
 
-def find_lookup_obstacle(caches: KVCacheFactory) -> str | None:
-    """Why tokens cannot be looked up for rows with such KV caches; None if they can. Proposals that
-    do not hold must be cut from them, a different number of each row's."""
-    return None if caches.cuts else f"{_UNCUTTABLE}, so no tokens can be looked up"
-
-
 def find_obstacle(caches: KVCacheFactory, draft: Any | None = None) -> str | None:
-    """Why a draft model, or this one, cannot propose tokens to a row with such a KV cache; None if
-    it can. Proposals that do not hold must be cut from both KV caches."""
-    if not _always_cuts(caches.make().layers):
-        return f"{_UNCUTTABLE}, so a draft model cannot be used"
-    if draft is not None and not _always_cuts(make_prompt_cache(draft)):
+    """Why tokens cannot be proposed to rows with such KV caches, or not by this draft model; None
+    if they can. Proposals that do not hold must be cut from the KV caches of both."""
+    if not caches.cuts:
+        return "the model's cache cannot be cut back, so no tokens can be proposed"
+    if draft is not None and not KVCacheFactory(draft).cuts:
         return "the draft model's cache cannot be cut back, so it cannot be used"
     return None
 
@@ -223,14 +210,6 @@ def find_obstacle(caches: KVCacheFactory, draft: Any | None = None) -> str | Non
 def count_vocabulary(model: Any) -> int:
     """Entries of the logits. Nothing is computed: only a shape is looked at."""
     return int(model(mx.array([[0]]), cache=make_prompt_cache(model)).shape[-1])
-
-
-def _always_cuts(cache: Sequence[Any]) -> bool:
-    """Whether the KV cache can be cut back at any length. One with a window can be until it is
-    full, which may be in the middle of a speculative round."""
-    windowed = (RotatingKVCache, BatchRotatingKVCache, ChunkedKVCache)
-    layers = list_layers(cache)
-    return all(layer.is_trimmable() and not isinstance(layer, windowed) for layer in layers)
 
 
 def _count_equal(proposed: Sequence[int], drawn: Sequence[int]) -> int:

@@ -101,7 +101,7 @@ class StepResults:
 
 
 def deliver_tokens(row: LiveRow, tokens: Sequence[int], results: StepResults) -> int:
-    """Deliver the tokens of a speculative round to a row, up to the one after which the row's
+    """Deliver the tokens of a speculative step to a row, up to the one after which the row's
     constraint binds the next token, or fails. Returns how many these are."""
     for taken, token in enumerate(tokens, start=1):
         row.drawn.append(token)

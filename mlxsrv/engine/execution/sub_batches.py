@@ -103,9 +103,9 @@ class Pass:
 
     def next_logits(self, model: Any, inputs: mx.array) -> mx.array:
         """Feed each row its input `(rows,)`. Returns logits `(rows, vocabulary)`, not evaluated."""
-        return self.check(model, inputs[:, None])[:, -1, :]
+        return self.find_logits(model, inputs[:, None])[:, -1, :]
 
-    def check(self, model: Any, tokens: mx.array) -> mx.array:
+    def find_logits(self, model: Any, tokens: mx.array) -> mx.array:
         """Feed each row tokens `(rows, n)`. Returns the logits behind each,
         `(rows, n, vocabulary)`, not evaluated."""
         caches = [each.caches for each in self._sub_batches]

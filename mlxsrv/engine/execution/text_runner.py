@@ -34,7 +34,6 @@ from mlxsrv.engine.execution.speculation import (
     Draft,
     check_draft,
     count_vocabulary,
-    find_lookup_obstacle,
     find_obstacle,
 )
 from mlxsrv.engine.execution.step_results import StepResults
@@ -110,7 +109,7 @@ class TextRunner:
             shares=shares if ranks is None else all(ranks.exchange_number(int(shares))),
             drafts=self._draft is not None,
             draft_costs=() if draft is None or self._draft is None else find_costs(draft),
-            lookup=lookup and find_lookup_obstacle(caches) is None,
+            lookup=lookup and find_obstacle(caches) is None,
             padding=padding,
             store=None if stored is None else stored.facts,
         )
@@ -386,11 +385,12 @@ class TextRunner:
     # Decoding.
 
     def decode(self, work: Decode) -> tuple[Decoded, Fault | None]:
-        """Run one step for all rows of a decoder, or a speculative round.
+        """Run one step for all rows of a decoder.
 
         Returns:
-            The tokens of the step before, or of the round; and why it failed, if it did. Then the
-            results up to the fault count, and the KV caches of all rows of the decoder are dropped.
+            The tokens of the step before, or of a speculative step; and why it failed, if it did.
+            Then the results up to the fault count, and the KV caches of all rows of the decoder are
+            dropped.
         """
         decoder = self._solo if work.solo else self._main
         results = StepResults()
@@ -398,10 +398,8 @@ class TextRunner:
         try:
             if work.groups is not None:
                 self._arrange(decoder, work.groups)
-            if any(work.proposals):
-                decoder.run_round(work.proposals, results)
-            elif any(work.guesses):
-                decoder.run_guesses(work.guesses, results)
+            if work.proposals:
+                decoder.run_speculative_step(work.proposals, results)
             else:
                 decoder.run_step(results)
         except Exception as error:
@@ -431,7 +429,7 @@ class TextRunner:
                 each.abandon()
         for row_id in wanted & self._ready.keys():
             del self._ready[row_id]
-        if any(work.proposals) and self._draft is not None:
+        if work.proposals and self._draft is not None:
             self._draft.forget()
 
     # The draft model.

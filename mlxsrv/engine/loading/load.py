@@ -16,11 +16,7 @@ from mlxsrv.engine.cache.kv_caches import KVCacheFactory, choose_kv_caches
 from mlxsrv.engine.embedding.embedder import Embedder
 from mlxsrv.engine.embedding.embedding_models import EmbeddingDecoder, EmbeddingEncoder
 from mlxsrv.engine.events import Loaded
-from mlxsrv.engine.execution.speculation import (
-    check_draft,
-    find_lookup_obstacle,
-    find_obstacle,
-)
+from mlxsrv.engine.execution.speculation import check_draft, find_obstacle
 from mlxsrv.engine.execution.stored import open_stored
 from mlxsrv.engine.execution.text_runner import TextRunner
 from mlxsrv.engine.loading.device_memory import set_limits, working_memory
@@ -121,8 +117,7 @@ def _load_decoder(
         what = "kinds of KV caches: use another number of ranks"
         ranks.require_alike(what, " ".join(sorted(kinds)))
     yield from warm_up(model, caches, ranks)
-    draft, draft_notes = yield from _load_draft(order, reader, model, caches)
-    lookup, lookup_notes = _check_lookup(order, caches)
+    draft, lookup, proposer_notes = yield from _load_proposer(order, reader, model, caches)
     vectors, vector_notes = fit_vectors(model, order.vectors)
     if ranks is not None:
         what = "control vectors: each needs the files at the same paths"
@@ -146,7 +141,7 @@ def _load_decoder(
         # The budget is kept on every rank, so it counts with the rank that has the largest share.
         bytes=reader.bytes if ranks is None else max(ranks.exchange_number(reader.bytes)),
         shared=reader.shared,
-        notes=caches.notes + draft_notes + lookup_notes + vector_notes + stored_notes,
+        notes=caches.notes + proposer_notes + vector_notes + stored_notes,
         vectors=tuple(vectors),
         kv_costs=text.facts.kv_costs,
         draft_costs=text.facts.draft_costs,
@@ -170,33 +165,27 @@ def _load_encoder(order: Load, reader: WeightReader) -> Generator[None, None, Re
     return ResidentModel(loaded, reader.files, embedder)
 
 
-def _load_draft(
+def _load_proposer(
     order: Load, reader: WeightReader, model: Any, caches: KVCacheFactory
-) -> Generator[None, None, tuple[Any, tuple[str, ...]]]:
-    """The draft model and no notes; or None and a note that says why it cannot be used.
+) -> Generator[None, None, tuple[Any, bool, tuple[str, ...]]]:
+    """The draft model, if there is one; whether tokens are looked up; and a note, if either should
+    propose tokens and cannot.
 
-    Raises ValueError if its vocabulary is not the model's.
+    Raises ValueError if the draft's vocabulary is not the model's.
     """
-    if order.draft is None:
-        return None, ()
+    if order.draft is None and not order.lookup:
+        return None, False, ()
     if (obstacle := find_obstacle(caches)) is not None:  # before anything of the draft is read
-        return None, (f"draft_model: {obstacle}",)
+        return None, False, (f"draft_model: {obstacle}",)
+    if order.draft is None:
+        return None, True, ()
     mapped = yield from reader.map(order.draft)
     check_draft(model, mapped.model)
     if (obstacle := find_obstacle(caches, mapped.model)) is not None:
-        return None, (f"draft_model: {obstacle}",)
+        return None, order.lookup, (f"draft_model: {obstacle}",)
     yield from reader.read(mapped)
     yield from warm_up(mapped.model, KVCacheFactory(mapped.model))
-    return mapped.model, ()
-
-
-def _check_lookup(order: Load, caches: KVCacheFactory) -> tuple[bool, tuple[str, ...]]:
-    """Whether tokens are looked up for the rows; and a note, if they should be and cannot."""
-    if not order.lookup:
-        return False, ()
-    if (obstacle := find_lookup_obstacle(caches)) is not None:
-        return False, (f"draft_model: {obstacle}",)
-    return True, ()
+    return mapped.model, order.lookup, ()
 
 
 def _prompt_cache_bytes(order: Load) -> int:

@@ -35,9 +35,9 @@ from mlxsrv.engine.events import Event, Progress, Shortage
 from mlxsrv.engine.scheduling.embed_memory import EmbedMemory
 from mlxsrv.engine.scheduling.groups import STEP, Fit, Growth
 from mlxsrv.engine.scheduling.memory_question import MemoryQuestion
+from mlxsrv.engine.scheduling.proposers import MOST
 from mlxsrv.engine.scheduling.row import Row, RowState
 from mlxsrv.engine.scheduling.row_memory import Forecast, RowMemory
-from mlxsrv.engine.scheduling.speculation_controller import MOST
 
 _NEXT = 2  # tokens of each row that are reserved: of the next step, and one more to end with
 _ROUND = MOST + 2  # the same where tokens are proposed
@@ -220,11 +220,11 @@ class MemoryBudget:
         if not self._suffices(found, self.bytes):
             found = self._keep_within(found, self.bytes)
             self._fit(self._grant(found, self.bytes), self.bytes)
-        self._fit_drafts()
+        self._fit_proposers()
 
     @property
     def _spare(self) -> int:
-        """Bytes that can be evicted: of cached prompts, and of drafts' KV caches."""
+        """Bytes that can be evicted: of cached prompts, and of what proposers have read."""
         return sum([model.spare_bytes for model in self._models])
 
     def _foresee(self) -> _Forecasts:
@@ -251,7 +251,7 @@ class MemoryBudget:
             model.groups.fit, model.proposals_fit = growth.fit, True
         self.free = left - taken
         self._question.note_enough()
-        if all(model.book.drafts is None for model in self._models):  # they grow by themselves
+        if not any(model.proposer_grows for model in self._models):  # by itself, in any round
             self._lasting = _FORESIGHT
         return True
 
@@ -278,8 +278,8 @@ class MemoryBudget:
         return found
 
     def _give_way(self, bytes: int) -> None:
-        """Evict cached prompts and drafts' KV caches until so many bytes are free, first those of
-        models without rows, and no more than are needed."""
+        """Evict cached prompts and what proposers have read until so many bytes are free, first
+        those of models without rows, and no more than are needed."""
         models = sorted(self._models, key=lambda model: bool(model.rows)) if bytes > 0 else ()
         for model in models:
             if bytes > 0:
@@ -346,12 +346,13 @@ class MemoryBudget:
             model.groups.fit, model.proposals_fit = fit, taken <= left
         self.free = left - (taken if taken <= left else found.bytes_after(Growth(_NEXT, fit)))
 
-    def _fit_drafts(self) -> None:
-        """Find room for what drafts read in this round. Cached prompts are evicted for it, but no
-        row is preempted."""
+    def _fit_proposers(self) -> None:
+        """Find room for what proposers read in this round. Cached prompts are evicted for it, but
+        no row is preempted."""
         for model in self._models:
-            if (drafts := model.book.drafts) is not None:
-                drafts.fits = self._find_room(model, model.draft_growth)
+            if (proposer := model.book.proposer) is not None:
+                growth = model.proposer_growth
+                proposer.fits = not growth or self._find_room(model, growth)
 
     # Events.
 

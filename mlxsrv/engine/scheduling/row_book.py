@@ -15,10 +15,10 @@ from mlxsrv.engine.faults import NOT_A_NUMBER
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.outcomes import Admitted, Kept, KeptPrompt, Outcome
 from mlxsrv.engine.plans import Admit, Forget, FreedRow, Keep, Release, Rewind, WorkItem
-from mlxsrv.engine.scheduling.draft_policy import DraftPolicy
 from mlxsrv.engine.scheduling.groups import Groups
 from mlxsrv.engine.scheduling.prompt_index import PromptIndex, Tokens, as_tokens
 from mlxsrv.engine.scheduling.prompt_queue import PromptQueue
+from mlxsrv.engine.scheduling.proposers import Proposer
 from mlxsrv.engine.scheduling.recovery import Recovery
 from mlxsrv.engine.scheduling.row import Row, RowState
 from mlxsrv.engine.scheduling.store_schedule import StoreSchedule
@@ -54,12 +54,12 @@ class RowBook:
         numbers: of new rows, in the order of their arrival.
         events: those that are to be sent to the client; more are appended here.
         store: prompts on disk; None: there are none.
-        drafts: proposals of a draft model; None: there is none.
+        proposer: proposes tokens to the rows; None: nothing does.
 
     Attributes:
         rows: by the ids of their jobs.
         short_of_memory: the next plan drops whatever is not needed.
-        index, queue, groups, recovery, drafts: as above.
+        index, queue, groups, recovery, proposer: as above.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class RowBook:
         numbers: Iterator[int],
         events: list[Event],
         store: StoreSchedule | None = None,
-        drafts: DraftPolicy | None = None,
+        proposer: Proposer | None = None,
     ) -> None:
         self.rows: dict[int, Row] = {}
         self.short_of_memory = False
@@ -84,7 +84,7 @@ class RowBook:
         self.queue = queue
         self.groups = groups
         self.recovery = recovery
-        self.drafts = drafts
+        self.proposer = proposer
         self._numbers = numbers
         self._events = events
         # For the next plan.
@@ -106,7 +106,7 @@ class RowBook:
             or self._rewound
             or self.short_of_memory
             or self.index.dropped
-            or (self.drafts is not None and self.drafts.evicted)
+            or (self.proposer is not None and self.proposer.evicted)
         ):
             return False
         fetching = sum(row.state is RowState.FETCHING for row in self.rows.values())
@@ -272,8 +272,8 @@ class RowBook:
         spare, self.short_of_memory = self.short_of_memory, False
         if spare:
             self.index.clear()
-            if self.drafts is not None:
-                self.drafts.evict()
+            if self.proposer is not None:
+                self.proposer.evict()
             self._rewound += self.queue.shrink()
         if rows := tuple([row.id for row in self._rewound if not row.ended]):
             items.append(Rewind(model=self._model, rows=rows))
@@ -281,7 +281,7 @@ class RowBook:
         freed_rows = tuple(map(self._plan_release, self._ended_rows))
         # First drop cached prompts: others that are cached now may need their memory.
         dropped = self.index.take_dropped()
-        draft = self.drafts is not None and self.drafts.take_evicted()
+        draft = self.proposer is not None and self.proposer.take_evicted()
         if dropped or draft or spare:
             items.append(Forget(model=self._model, entries=dropped, draft=draft, spare=spare))
         if freed_rows:

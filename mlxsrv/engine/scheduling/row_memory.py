@@ -6,7 +6,7 @@ It counts by the facts of the model, before anything is taken:
 - of each text that is being read, from its first slice on, the KV cache that it has at its end, or
   the slots that its rows take in a group, whichever is larger;
 - what can be dropped at any time: cached prompts, also those that the runner is about to cache, and
-  the KV cache of the draft model.
+  what the proposer has read.
 
 Arrays grow, and rows are copied into them, one array of one layer at a time. So at most one array
 is in memory twice. It is not counted here, but as memory that a step needs for itself.
@@ -151,23 +151,28 @@ class RowMemory:
 
     @property
     def spare_bytes(self) -> int:
-        """Bytes that can be freed at once: of cached prompts, and of the draft's KV cache."""
-        drafts = self.book.drafts
-        return self.index.bytes + (0 if drafts is None else drafts.cache_bytes)
+        """Bytes that can be freed at once: of cached prompts, and of what the proposer has read."""
+        proposer = self.book.proposer
+        return self.index.bytes + (0 if proposer is None else proposer.cache_bytes)
 
     def give_way(self, bytes: int) -> int:
-        """Drop cached prompts until so many bytes are free, and then the draft's KV cache, which is
-        in use while a row decodes. Returns the bytes that are free then."""
+        """Drop cached prompts until so many bytes are free, and then what the proposer has read,
+        which is in use while a row decodes. Returns the bytes that are free then."""
         freed = self.index.give_way(bytes)
-        if freed < bytes and self.book.drafts is not None:
-            freed += self.book.drafts.evict()
+        if freed < bytes and self.book.proposer is not None:
+            freed += self.book.proposer.evict()
         return freed
 
     @property
-    def draft_growth(self) -> int:
-        """Bytes that the draft takes more in this round, if it follows the only row."""
-        rows, drafts = self.groups.rows, self.book.drafts
-        return drafts.growth(rows[0]) if drafts is not None and len(rows) == 1 else 0
+    def proposer_grows(self) -> bool:
+        """Whether the proposer may take more while rows only draw tokens."""
+        return self.book.proposer is not None and self.book.proposer.computes
+
+    @property
+    def proposer_growth(self) -> int:
+        """Bytes that the proposer takes more in this round, if it follows the only row."""
+        rows, proposer = self.groups.rows, self.book.proposer
+        return proposer.growth(rows[0]) if proposer is not None and len(rows) == 1 else 0
 
     def forecast(self) -> Forecast:
         """Forecast the bytes of rows, and of prompts that the runner is about to cache."""

@@ -1,8 +1,7 @@
-"""Whether proposals are worth their time, and how many to ask for.
+"""Whether speculative steps are worth their time, and how many tokens to propose.
 
-A speculative round proposes tokens and checks them in one pass. It is compared with the plain steps
-that would have drawn as many tokens. All times are counted in plain steps, so nothing depends on
-the machine. Every round of this file is a speculative one.
+A speculative step is compared with the plain steps that would have drawn as many tokens. What is
+won and lost is counted in plain steps, so nothing depends on the machine.
 """
 
 from __future__ import annotations
@@ -11,26 +10,25 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import median_low
 
-from mlxsrv.engine.scheduling.round_times import RoundTimes
+from mlxsrv.engine.scheduling.proposers import MOST, MOST_UNREAD
 
-MOST_UNREAD = 16  # tokens that a draft reads on the way to its first proposal
-
-MOST = 8  # proposals to a row in a round; more than so many in a row rarely hold
-
-_FIRST = 2  # the most proposals of a first round; each one may have twice as many as any before
-_GAIN = 1.03  # a round must promise so many times the speed of plain steps
-_MEMORY = 0.98  # the weight of what was seen, one step or round later
+_FIRST = 2  # the most proposals of a first step; each one may have twice as many as any before
+_GAIN = 1.03  # a speculative step must promise so many times the speed of plain ones
+_MEMORY = 0.98  # the weight of what was seen, one step later
 _HOPE = 2.0  # tokens: so many are thought to have held before any were seen
-_TRY = 8  # one in so many rounds has a proposal more than is best: times of one size show no line
-_STALE = 64  # rounds that promise too little, after which the times of rounds are forgotten
-_KEPT = 32  # steps whose times are kept
-_LEAST_STEPS = 4  # plain steps to be timed before rounds are compared with them
-_TIME_AGAIN = 64  # rounds, after which plain steps are timed anew: they get slower with the text
+_TRY = 8  # one in so many steps has a proposal more than is best: times of one size show no line
+_STALE = (
+    64  # steps that promise too little, after which the times of speculative ones are forgotten
+)
+_HELD_UP = 2.0  # times what is expected: what takes longer was held up by other work
+_KEPT = 32  # plain steps whose times are kept
+_LEAST_STEPS = 4  # plain steps to be timed before others are compared with them
+_TIME_AGAIN = 64  # speculative steps, after which plain ones are timed anew: texts get longer
 
 _SHARE = 0.03  # of the time of plain steps: the most that is lost where proposals do not help
-_PROBE = 4.0  # steps' time that rounds may lose before they are given up
+_PROBE = 4.0  # steps' time that may be lost before speculation is given up
 _MOST_CREDIT = 512.0  # steps' time
-_READING = 1 / 64  # steps' time for which a draft reads a token, until it is known
+_READING = 1 / 64  # steps' time in which the proposer reads a token, until it is known
 
 
 class _Chance:
@@ -52,37 +50,58 @@ class _Chance:
         self._seen *= _MEMORY
 
 
-class SpeculationController:
-    """Decides between rounds and plain steps by what they have taken so far.
+class _Times:
+    """Seconds of speculative steps, by proposals to a row: a line, for a pass takes some time for
+    the weights and some for each token."""
 
-    - A round has as many proposals as promise the most tokens a second: by how often proposals have
-      held of late, and by what rounds of different sizes have taken. If even these promise no more
+    def __init__(self) -> None:
+        self.widest = 0  # proposals; 0: nothing is known
+        self._sums = [0.0] * 5  # of 1, x, y, x * x, x * y
+
+    def saw(self, size: int, seconds: float) -> None:
+        self.widest = max(self.widest, size)
+        new = (1, size, seconds, size * size, size * seconds)
+        self._sums = [_MEMORY * a + b for a, b in zip(self._sums, new, strict=True)]
+
+    def estimate(self, size: int) -> float:
+        """Least squares. A proposal never takes less than nothing. Where only one size is known,
+        it is thought to take nothing: so longer steps are tried."""
+        count, x, y, xx, xy = self._sums
+        spread, product = count * xx - x * x, count * xy - x * y
+        slope = max(product / spread, 0.0) if spread > 1e-6 else 0.0
+        return (y - slope * x) / count + slope * size
+
+
+class SpeculationController:
+    """Decides between speculative and plain steps by what they have taken so far.
+
+    - As many tokens are proposed as promise the most tokens a second: by how often proposals have
+      held of late, and by what steps of different sizes have taken. If even these promise no more
       than a plain step, it is a plain step's turn.
-    - Rounds may go on while they are faster than plain steps, and end when they have lost `_PROBE`
+    - Speculation goes on while it is faster than plain steps, and ends when it has lost `_PROBE`
       steps' time.
-    - What may be lost is a credit: plain steps earn a share of their time, rounds earn what they
-      save, and reading a text with the draft is paid from it. Rounds begin when the credit covers
-      what they may lose. That doubles with each time that rounds were given up, until they have
-      proven faster. So a draft that does not help slows decoding down by the share at most, a few
-      steps at the start aside.
+    - What may be lost is a credit: plain steps earn a share of their time, speculative steps earn
+      what they save, and reading is paid from it. Speculation begins when the credit covers what
+      it may lose. That doubles each time it was given up, until it has proven faster. So proposals
+      that do not help slow decoding down by the share at most, a few steps at the start aside.
     """
 
     def __init__(self) -> None:
-        self.on = False  # rounds are being run
-        self._steps: deque[float] = deque(maxlen=_KEPT)  # seconds
-        self._rounds = RoundTimes()
+        self.on = False  # tokens are being proposed
+        self._steps: deque[float] = deque(maxlen=_KEPT)  # seconds of plain steps
+        self._plain = 0.0  # the median of these
+        self._times = _Times()
         self._proposals = _Chance()  # that one holds, where those before it do
         self._inputs = _Chance()  # that a row's next input is guessed rightly
-        self._plain = 0.0  # seconds of a plain step: the median
-        self._reading: float | None = None  # steps' time in which the draft reads a token
-        self._credit = 2 * _PROBE  # steps' time: for the first rounds, and to read a text for them
-        self._price = _PROBE  # credit with which rounds begin
-        self._balance = 0.0  # steps' time that rounds have won of late
-        self._untimed = 0  # rounds since plain steps were timed
-        self._declined = 0  # rounds that promised too little, since the last one
+        self._reading: float | None = None  # steps' time in which the proposer reads a token
+        self._credit = 2 * _PROBE  # steps' time: for the first steps, and to read a text for them
+        self._price = _PROBE  # credit with which speculation begins
+        self._balance = 0.0  # steps' time that it has won of late
+        self._untimed = 0  # speculative steps since plain ones were timed
+        self._declined = 0  # steps that promised too little, since the last speculative one
 
     def affords(self, unread: int) -> bool:
-        """Whether to decode in rounds, if the draft has so many tokens to read first."""
+        """Whether to speculate, if the proposer has so many tokens to read first."""
         if len(self._steps) < _LEAST_STEPS:
             return False
         price = 0.0 if self.on else self._price
@@ -91,7 +110,7 @@ class SpeculationController:
         return self._credit >= price
 
     def bound(self, limit: int) -> int:
-        """Return how many of `limit` tokens the draft may read at once: few, until it is timed."""
+        """Return how many of `limit` tokens may be read at once: few, until it is timed."""
         return min(limit, MOST_UNREAD) if self._reading is None else limit
 
     def choose(self, found: Sequence[int], *, known: bool = True) -> int:
@@ -102,27 +121,28 @@ class SpeculationController:
             known: the rows' inputs need not be guessed.
         """
         if not self.on:
-            self.on = True
-            self._balance = 0.0
-        rows, chance = len(found), self._proposals.share
-        longest = min(max(found), MOST, max(2 * self._rounds.widest, _FIRST))
+            self.on, self._balance = True, 0.0
+        rows, chance, times = len(found), self._proposals.share, self._times
+        longest = min(max(found), MOST, max(2 * times.widest, _FIRST))
+        if not times.widest:
+            return longest
         best, speed = 0, _GAIN * rows / self._plain
         tokens, holds = float(rows), 1.0 if known else self._inputs.share
         for size in range(1, longest + 1):
             holds *= chance
             tokens += holds * sum(each >= size for each in found)
-            seconds = self._rounds.estimate(size) if self._rounds.widest else 0.0
+            # A pass over more tokens takes no less than one over a single token of each row.
+            seconds = max(times.estimate(size), self._plain)
             if tokens > speed * seconds:
-                best, speed = size, tokens / seconds if seconds else 0.0
+                best, speed = size, tokens / seconds
         if 0 < best < longest and self._untimed % _TRY == _TRY - 1:
             return best + 1
         self._declined += best == 0
         if self._declined == _STALE:
-            self._declined = 0
-            self._rounds.clear()
+            self._declined, self._times = 0, _Times()
         return best
 
-    def saw_step(self, seconds: float) -> None:
+    def saw_plain_step(self, seconds: float) -> None:
         """Learn from a plain step."""
         self._steps.append(seconds)
         self._plain = median_low(self._steps)
@@ -131,26 +151,30 @@ class SpeculationController:
         self._fade()
 
     def saw_reading(self, tokens: int, seconds: float) -> None:
-        """Learn from the draft's reading so many tokens."""
+        """Learn from the proposer's reading so many tokens."""
         steps = seconds / self._plain
         known = steps / tokens if self._reading is None else self._reading
         self._reading = (known + steps / tokens) / 2
         self._earn(-steps)
 
-    def saw_round(
+    def saw_speculative_step(
         self, proposed: Sequence[int], accepted: Sequence[int], rows: int, seconds: float
     ) -> None:
-        """Learn from a round.
+        """Learn from a speculative step.
 
         Args:
-            proposed: to each row whose proposals were checked.
+            proposed: to each row whose proposals were verified.
             accepted: of them.
             rows: that were decoded, those without proposals included.
             seconds: what it took.
         """
         self._fade()
-        self._proposals.saw(sum(accepted), sum(map(_count_tried, proposed, accepted)))
-        seconds = self._rounds.add(max(proposed), seconds)
+        # The proposals of a row that held, and the first that did not: no other was tried.
+        tried = [min(held + 1, count) for count, held in zip(proposed, accepted, strict=True)]
+        self._proposals.saw(sum(accepted), sum(tried))
+        if self._times.widest:  # before, nothing is expected
+            seconds = min(seconds, _HELD_UP * self._times.estimate(max(proposed)))
+        self._times.saw(max(proposed), seconds)
         self._win(sum(accepted) / rows + 1 - seconds / self._plain)
         self._declined = 0
         self._untimed += 1
@@ -163,12 +187,12 @@ class SpeculationController:
         self._inputs.saw(right, guessed)
 
     def saw_delay(self, seconds: float) -> None:
-        """Learn that a plain step took so long, since a round was wanted and came to nothing."""
+        """Learn that a plain step took so long, since a speculative one came to nothing."""
         self._fade()
         self._win(max(min(1 - seconds / self._plain, 1.0), -1.0))
 
     def saw_fault(self) -> None:
-        """Learn that a round has failed."""
+        """Learn that a speculative step has failed."""
         self._give_up()
 
     def _fade(self) -> None:
@@ -190,8 +214,3 @@ class SpeculationController:
 
     def _earn(self, steps: float) -> None:
         self._credit = min(self._credit + steps, _MOST_CREDIT)
-
-
-def _count_tried(proposed: int, accepted: int) -> int:
-    """The proposals of a row that held, and the first that did not: no other was tried."""
-    return min(accepted + 1, proposed)

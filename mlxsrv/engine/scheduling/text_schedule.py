@@ -8,8 +8,7 @@ that no stream waits for the prompt of another job longer than it must.
 - Rows whose lengths differ much have KV caches of their own: see `groups`.
 - After a fault rows are read anew: see `recovery`.
 - What KV caches may take, and which rows are preempted where that is too much: see `memory_budget`.
-- How many tokens a draft model proposes to a row: see `draft_policy`. Which tokens of their own
-  texts are proposed to rows: see `lookup_policy`.
+- Where tokens are proposed: see `proposers`; whether it is worth it: see `speculation`.
 """
 
 from __future__ import annotations
@@ -19,21 +18,30 @@ from collections.abc import Collection, Sequence
 
 from mlxsrv.engine.events import Failed, Finished, Progress, PromptRead, Token
 from mlxsrv.engine.orders import Job, StorageReport
-from mlxsrv.engine.outcomes import Decoded, DraftRead, Fault, Outcome, PromptsRead, TextFacts
-from mlxsrv.engine.plans import Admit, Decode, Read, ReadDraft, Release, WorkItem
-from mlxsrv.engine.scheduling.draft_policy import DraftPolicy
+from mlxsrv.engine.outcomes import Decoded, Fault, Outcome, PromptsRead, TextFacts
+from mlxsrv.engine.plans import (
+    Admit,
+    Decode,
+    Proposal,
+    Read,
+    ReadDraft,
+    Release,
+    WorkItem,
+    count_fed,
+)
 from mlxsrv.engine.scheduling.groups import Groups
-from mlxsrv.engine.scheduling.lookup_policy import LookupPolicy
 from mlxsrv.engine.scheduling.memory_budget import MemoryBudget
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.scheduling.prompt_index import PromptIndex
 from mlxsrv.engine.scheduling.prompt_queue import PromptQueue
+from mlxsrv.engine.scheduling.proposers import make_proposer
 from mlxsrv.engine.scheduling.reading import Reading
 from mlxsrv.engine.scheduling.recovery import Recovery, blame
 from mlxsrv.engine.scheduling.row import Incident, Row, RowState
 from mlxsrv.engine.scheduling.row_book import RowBook
 from mlxsrv.engine.scheduling.row_memory import RowMemory
 from mlxsrv.engine.scheduling.spans import SpanMaker
+from mlxsrv.engine.scheduling.speculation import Speculation
 from mlxsrv.engine.scheduling.store_schedule import StoreSchedule
 
 _log = logging.getLogger("mlxsrv.engine")
@@ -74,7 +82,8 @@ class TextSchedule:
         self._queue = PromptQueue(facts, self._index, self._groups)
         self._spans = SpanMaker(facts, pace, self._queue, self._index)
         self._recovery = Recovery(self._max_rows, self._groups)
-        self._lookups = LookupPolicy() if facts.lookup else None
+        proposer = make_proposer(facts)
+        self._speculation = None if proposer is None else Speculation(proposer)
         self._budget = MemoryBudget() if budget is None else budget
         self._events = self._budget.events
         self._store: StoreSchedule | None = None
@@ -90,7 +99,7 @@ class TextSchedule:
             self._budget.numbers,
             self._events,
             self._store,
-            DraftPolicy(facts.draft_costs) if facts.drafts else None,
+            proposer,
         )
         self.memory = RowMemory(facts, pace.most, self._book)
         self._budget.register(self.memory)
@@ -98,6 +107,7 @@ class TextSchedule:
         self._slice: list[Reading] = []
         self._slice_beside_steps = False
         self._stepped: float | None = None  # when the last step ended, if rows are the same since
+        self._plain = True  # nothing was proposed in it
 
     # What there is.
 
@@ -122,8 +132,7 @@ class TextSchedule:
             "groups": len(self._groups) + (self._recovery.solo is not None),
             "reading": self._queue.rows,
             "waiting": len(self._queue.waiting) + len(self._recovery.rows),
-            **({} if self._book.drafts is None else self._book.drafts.counters()),
-            **({} if self._lookups is None else self._lookups.counters()),
+            **({} if self._speculation is None else self._speculation.counters()),
             **self.memory.counters(),
             **({} if self._store is None else self._store.counters()),
             "prompt_cache_bytes": self._index.bytes,
@@ -172,13 +181,10 @@ class TextSchedule:
         """One step of all rows, and one of the row in the solo decoder."""
         items: list[WorkItem] = []
         if self._groups.count:
-            proposals, guesses = self._count_proposals(), self._guess()
-            groups = self._groups.take_changed(max(1, 1 + sum(proposals), *map(len, guesses)))
-            if groups is not None:
-                self._forget_time()
-            items.append(
-                Decode(model=self._model, groups=groups, proposals=proposals, guesses=guesses)
-            )
+            proposals = self._propose()
+            if (groups := self._groups.take_changed(count_fed(proposals))) is not None:
+                self._stepped = None
+            items.append(Decode(model=self._model, groups=groups, proposals=proposals))
         if (solo := self._recovery.solo) is not None:
             room = self._recovery.room
             groups = (room,) if solo.fresh and room is not None else None
@@ -187,7 +193,7 @@ class TextSchedule:
 
     def plan_slice(self, *, beside: bool) -> WorkItem | None:
         """One slice of prompts, a shorter one if `beside` (other models have streams);
-        or of the text that a draft model lacks."""
+        or of the text that the proposer has to read."""
         if not self._choose_readings(beside):
             return self._plan_draft()
         self._slice_beside_steps = decoding = self.streaming
@@ -208,41 +214,31 @@ class TextSchedule:
             self._slice = queue.choose(free, limit)
         return bool(self._slice)
 
-    def _lone_row(self) -> Row | None:
-        """The only row, if a draft may be used: no prompt waits for the row to end, and no
-        activations are watched."""
-        if self._book.drafts is None or not (self._book.drafts.fits and self._may_propose()):
-            return None
-        rows = self._groups.rows
-        return rows[0] if len(rows) == 1 else None
+    def _propose(self) -> tuple[Proposal, ...]:
+        """Find what is proposed to the rows in the next step."""
+        if self._speculation is None:
+            return ()
+        self._groups.close_up()  # proposals are in the order of the rows
+        return self._speculation.propose(self._find_proposable())
 
-    def _may_propose(self) -> bool:
+    def _find_proposable(self) -> Sequence[Row]:
+        """All rows, if one pass verifies what is proposed to them, no prompt waits for one of them
+        to end, and no activations are watched; else none."""
+        together = self._facts.shares or len(self._groups) == 1
         waited = self._max_rows > 1 and self.pending
         needed = waited or self._queue.watched or self._recovery.solo is not None
-        return self.memory.proposals_fit and not needed
-
-    def _guess(self) -> tuple[tuple[int, ...], ...]:
-        """Tokens of their texts that are proposed to all rows, if one pass checks them all."""
-        if self._lookups is None:
-            return ()
-        self._groups.close_up()  # guesses are in the order of the rows
-        together = (self._facts.shares or len(self._groups) == 1) and self._may_propose()
-        return self._lookups.guess(self._groups.rows if together else ())
-
-    def _count_proposals(self) -> tuple[int, ...]:
-        if self._book.drafts is None or (row := self._lone_row()) is None:
-            return ()
-        proposals = self._book.drafts.propose(row)
-        return (proposals,) if proposals else ()
+        free = together and self.memory.proposals_fit and not needed
+        return self._groups.rows if free else ()
 
     def _plan_draft(self) -> WorkItem | None:
-        """Have the draft read a slice of the only row's text, if it lacks much of it."""
-        if self._book.drafts is None or (row := self._lone_row()) is None:
+        """Have the proposer read a slice of a row's text, if it lacks much of it."""
+        if self._speculation is None:
             return None
         limit = self._pace.limit(decoding=True, long=True)
-        if (part := self._book.drafts.plan_reading(row, limit)) is None:
+        part = self._speculation.plan_reading(self._find_proposable(), limit)
+        if part is None:
             return None
-        begin, tokens = part
+        row, begin, tokens = part
         return ReadDraft(model=self._model, row=row.id, begin=begin, tokens=tokens)
 
     # Outcomes.
@@ -270,21 +266,17 @@ class TextSchedule:
             self._lose(outcome.fault, solo=True, stepping=False)
 
     def _settle_draft(self, work: ReadDraft, outcome: Outcome) -> None:
-        self._stepped = (
-            None  # the next step waits for the draft, so its time is not that of a plain step
-        )
-        drafts, row = self._book.drafts, self._book.find(work.row)
+        self._stepped = None  # the next step waits for the draft, which is not its own time
+        if self._speculation is None:
+            return
         if outcome.fault is not None:
-            self._give_up_drafts()
-        elif drafts is not None and row is None:
-            drafts.forget()  # the row ended in the step before, and its text is gone
-        elif drafts is not None and row is not None:
-            waited = outcome.done.waited if isinstance(outcome.done, DraftRead) else outcome.began
-            drafts.saw_reading(row, work.begin, work.tokens, outcome.ended - waited)
+            self._give_up_speculation()
+            return
+        self._speculation.saw_reading(self._book.find(work.row), work.begin, work.tokens, outcome)
 
-    def _give_up_drafts(self) -> None:
+    def _give_up_speculation(self) -> None:
         _log.warning("the draft model may be to blame, and is no longer used")
-        self._book.drafts = None
+        self._book.proposer = self._speculation = None
 
     # A slice of prompts.
 
@@ -357,8 +349,6 @@ class TextSchedule:
     def _settle_step(self, work: Decode, outcome: Outcome) -> None:
         # A step that failed outside of the decoder has no results.
         done = outcome.done if isinstance(outcome.done, Decoded) else Decoded()
-        lone = None if work.solo else self._lone_row()
-        length = 0 if lone is None else lone.length
         # Those of the step before, in which there were rows that have ended since.
         find = self._book.find
         self._events += [each for each in done.activations if find(each.job) is not None]
@@ -373,12 +363,8 @@ class TextSchedule:
         before, self._stepped = self._stepped, None
         if outcome.fault is not None:
             self._lose_step(work, outcome.fault)
-        elif work.proposals and self._book.drafts is not None and lone is not None:
-            self._book.drafts.saw_round(lone, length, work.proposals[0], outcome)
-        elif work.guesses and self._lookups is not None:
-            self._lookups.saw_round(outcome)
-        elif not (work.solo or work.proposals):
-            self._time_step(outcome, lone, before)
+        elif not work.solo:
+            self._time_step(work, outcome, before)
         if (row := self._recovery.end_solo()) is not None:
             self._groups.join([row], self._recovery.room)
         if self._recovery.fitting < self._max_rows:
@@ -411,34 +397,22 @@ class TextSchedule:
             if row.state is fresh:
                 row.enter(RowState.DECODING)
 
-    def _forget_time(self) -> None:
-        """Note that the time to the next step is not that of a plain step."""
-        self._stepped = None
-        if self._lookups is not None:
-            self._lookups.skip()
-
-    def _time_step(self, outcome: Outcome, lone: Row | None, before: float | None) -> None:
-        seconds = None if before is None else outcome.ended - before
-        self._pace.saw_step(seconds)
+    def _time_step(self, work: Decode, outcome: Outcome, before: float | None) -> None:
+        """Learn from what a step of all rows took since the step `before` ended."""
+        plain, self._plain = self._plain, not work.proposals
+        if self._plain:
+            self._pace.saw_step(outcome.ended - before if plain and before is not None else None)
         self._stepped = outcome.ended
-        assert isinstance(outcome.done, Decoded)
-        if self._book.drafts is not None:
-            self._book.drafts.saw_step(lone, outcome.done, seconds)
-        if self._lookups is not None:
-            self._lookups.saw_step(outcome, seconds)
+        if self._speculation is not None:
+            self._speculation.saw_step(outcome, before, plain=plain)
 
     def _lose_step(self, work: Decode, fault: Fault) -> None:
         """Have the rows of a step that failed read anew."""
-        stepping = True
-        if work.proposals:
-            self._give_up_drafts()
-            stepping = False
-        elif self._book.drafts is not None:
-            self._book.drafts.forget()
-        if self._lookups is not None and not work.solo:
-            self._lookups.saw_fault(guessed=bool(work.guesses))
-            stepping = not work.guesses
-        self._lose(fault, solo=work.solo, stepping=stepping)
+        if self._speculation is not None and not work.solo:
+            self._speculation.saw_fault()
+            if work.proposals and self._speculation.proposer.computes:
+                self._give_up_speculation()
+        self._lose(fault, solo=work.solo, stepping=not work.proposals)
 
     def _decoded(self, *, solo: bool) -> Sequence[Row]:
         """The rows of one of the two decoders."""

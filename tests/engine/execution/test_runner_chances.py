@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mlx_lm.utils import load_model
 
 from mlxsrv.engine.cache.kv_caches import KVCacheFactory
-from mlxsrv.engine.plans import Decode, Keep, RowGroup
+from mlxsrv.engine.plans import Decode, Keep, RowGroup, count_fed
 from tests.support.driver import Driver
 from tests.support.effort import examples
 from tests.support.text_engine import make_caches
@@ -34,7 +34,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "several": ("falcon_h1", {}),
 }
 SIZES = (1, 2, 3, 7, 12, WINDOW - 1, WINDOW, WINDOW + 1, 33, 60)
-ACTIONS = ("read", "read", "together", "arrange", "steps", "steps", "leave", "rewind", "guess")
+ACTIONS = ("read", "read", "together", "arrange", "steps", "steps", "leave", "rewind", "propose")
 
 
 class Chances:
@@ -190,8 +190,8 @@ class Chances:
         for _ in range(self._random.randint(1, 6)):
             self._step()
 
-    def _step(self, guesses: tuple[tuple[int, ...], ...] = ()) -> None:
-        tokens = max(1, *map(len, guesses), 1)
+    def _step(self, proposals: tuple[tuple[int, ...], ...] = ()) -> None:
+        tokens = count_fed(proposals)
         rooms = [
             max(len(self._text(row)) for row in group.rows) + tokens <= group.columns
             for group in self._groups
@@ -204,21 +204,21 @@ class Chances:
             ]
             self._groups, groups = grown, tuple(grown)
         if self._groups:
-            self._run(Decode(model=0, groups=groups, guesses=guesses))
+            self._run(Decode(model=0, groups=groups, proposals=proposals))
 
-    def _guess(self) -> None:
+    def _propose(self) -> None:
         """Propose tokens that hold, in part or not at all: the others are cut off again."""
         if not self.driver.runner.facts.lookup or len(self._groups) != 1:
             return
         self._step()  # no row is fresh
-        guesses: list[tuple[int, ...]] = []
+        proposals: list[tuple[int, ...]] = []
         for row in self._groups[0].rows:
             right = self._find_next(self._text(row), self._random.randint(2, 5))
             wrong = self._random.randint(0, len(right))
-            guess = (*right[:wrong], *(5 + token % 200 for token in right[wrong:]))
-            guesses.append(self._random.choice([(), guess, guess]))
-        if any(guesses):
-            self._step(tuple(guesses))
+            proposal = (*right[:wrong], *(5 + token % 200 for token in right[wrong:]))
+            proposals.append(self._random.choice([(), proposal, proposal]))
+        if any(proposals):
+            self._step(tuple(proposals))
 
     # Rows leave.
 

@@ -88,7 +88,7 @@ def test_tokens_that_were_looked_up_are_found_again(tmp_path: Path) -> None:
     facts = msgspec.structs.replace(FACTS, lookup=True)
     asked = job(1, tuple(range(FIRST + 10, FIRST + 20)), max_tokens=60)
     bench = write_record(tmp_path / "r", asked, device=Repeating(facts))
-    assert any(work.guesses for work in bench.items(Decode))
+    assert any(work.proposals for work in bench.items(Decode))
     assert replay(tmp_path / "r").difference is None
 
 

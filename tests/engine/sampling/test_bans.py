@@ -37,8 +37,7 @@ def make(model: Any, *, padding: int | None = None, draft: Any = None) -> TextEn
         padding=padding,
         draft=draft,
     )
-    if batch.schedule.memory.book.drafts is not None:
-        batch.schedule.memory.book.drafts.controller = Always()
+    batch.speculate(Always)
     return batch
 
 

@@ -14,9 +14,9 @@ from mlxsrv.engine.orders import Budget, Cancel, Embed, Job, MakeReport, Unload,
 from mlxsrv.engine.outcomes import EmbedFacts, StoreFacts
 from mlxsrv.engine.plans import Admit, Decode, Read, Release, Reset
 from mlxsrv.engine.scheduling.embed_schedule import EmbedSchedule
-from mlxsrv.engine.scheduling.lookup_policy import LookupPolicy
 from mlxsrv.engine.scheduling.model_schedule import ModelSchedule
 from mlxsrv.engine.scheduling.row_book import RowBook
+from mlxsrv.engine.scheduling.speculation import Speculation
 from mlxsrv.engine.scheduling.store_schedule import StoreSchedule
 from mlxsrv.engine.scheduling.text_schedule import TextSchedule
 from tests.support.fake_device import FACTS, FakeDevice
@@ -198,7 +198,7 @@ def test_a_policy_that_is_wrong_about_one_model_is_made_anew(
 ) -> None:
     facts = msgspec.structs.replace(FACTS, lookup=True)
     bench = make(FakeDevice(facts))
-    break_once(monkeypatch, LookupPolicy, "guess")
+    break_once(monkeypatch, Speculation, "propose")
     bench.submit(job(1, 50, 30))
     bench.finish()
     assert bench.job(1).failed is not None

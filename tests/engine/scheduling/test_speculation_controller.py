@@ -37,7 +37,7 @@ def simulate(
             count = controller.choose([tokens])
         if not count:
             taken = pass_of(1) * dice.uniform(0.9, 1.1)
-            controller.saw_step(taken)
+            controller.saw_plain_step(taken)
             drawn += 1
         else:
             accepted = 0
@@ -45,7 +45,7 @@ def simulate(
                 accepted += 1
             taken = (pass_of(count + 1) + proposal * count) * dice.uniform(0.9, 1.1)
             held_up = 20.0 if dice.random() < 0.02 else 0.0  # something else had the machine
-            controller.saw_round([count], [accepted], 1, taken + held_up)
+            controller.saw_speculative_step([count], [accepted], 1, taken + held_up)
             drawn += accepted + 1
         seconds += taken
     return seconds
@@ -85,7 +85,7 @@ def play(
     for _ in range(rounds):
         assert controller.affords(0)
         sizes.append(controller.choose([100]))
-        controller.saw_round([sizes[-1]], [sizes[-1]], 1, second + proposal * sizes[-1])
+        controller.saw_speculative_step([sizes[-1]], [sizes[-1]], 1, second + proposal * sizes[-1])
     return sizes
 
 
@@ -93,7 +93,7 @@ def make_timed() -> SpeculationController:
     """A controller that knows what a plain step takes: 1 s."""
     controller = SpeculationController()
     for _ in range(4):
-        controller.saw_step(1.0)
+        controller.saw_plain_step(1.0)
     return controller
 
 
@@ -111,11 +111,11 @@ def test_rounds_are_as_long_as_their_times_make_worth_while() -> None:
     for _ in range(60):
         sizes.append(controller.choose([9, 9, 9, 9]))
         if not sizes[-1]:
-            controller.saw_step(1.0)
+            controller.saw_plain_step(1.0)
             continue
         held = [min(int(dice.geometric(0.3)) - 1, sizes[-1]) for _ in range(4)]
         taken = 1.2 + 0.25 * sizes[-1]
-        controller.saw_round([sizes[-1]] * 4, held, 4, taken * dice.uniform(0.9, 1.1))
+        controller.saw_speculative_step([sizes[-1]] * 4, held, 4, taken * dice.uniform(0.9, 1.1))
     assert sizes[:2] == [2, 4]
     assert set(sizes[30:]) <= {2, 3, 4}
     assert controller.choose([8, 0, 0, 0]) == 0
@@ -128,7 +128,7 @@ def test_now_and_then_a_round_has_a_proposal_more_than_is_best() -> None:
     for _ in range(40):
         sizes.append(controller.choose([8, 1, 1, 1]))
         held = [sizes[-1], 1, 1, 1]
-        controller.saw_round(held, held, 4, 1.0 + 0.5 * sizes[-1])
+        controller.saw_speculative_step(held, held, 4, 1.0 + 0.5 * sizes[-1])
     assert sizes[8:] == [*[1] * 7, 2] * 4
 
 
@@ -154,16 +154,16 @@ def test_plain_steps_are_timed_anew_now_and_then() -> None:
     """They get slower with the text, and rounds with them, which are no worse for it."""
     controller, second = SpeculationController(), 1.0
     for _ in range(4):
-        controller.saw_step(second)
+        controller.saw_plain_step(second)
     plain_steps = 0
     for _ in range(400):
         second *= 1.01
         if controller.affords(0):
             count = controller.choose([100])
-            controller.saw_round([count], [count], 1, 2 * second)
+            controller.saw_speculative_step([count], [count], 1, 2 * second)
         else:
             plain_steps += 1
-            controller.saw_step(second)
+            controller.saw_plain_step(second)
     assert controller.on
     assert 4 <= plain_steps <= 4 * 400 // 64
 
@@ -221,7 +221,7 @@ def test_rounds_that_come_to_nothing_cost_little(delay: float) -> None:
             controller.saw_delay(1.0 + delay)
             seconds += delay
         else:
-            controller.saw_step(1.0)
+            controller.saw_plain_step(1.0)
         seconds += 1.0
     assert seconds <= 1.03 * tokens + 16
     assert seconds > tokens, "some were tried"
@@ -239,7 +239,7 @@ def test_a_wrong_guess_that_costs_no_time_is_no_loss() -> None:
 def test_a_round_that_fails_ends_rounds_for_a_while() -> None:
     controller = SpeculationController()
     for _ in range(10):
-        controller.saw_step(1.0)
+        controller.saw_plain_step(1.0)
     assert controller.affords(0)
     controller.choose([8])
     controller.saw_fault()

@@ -11,11 +11,13 @@ from mlxsrv.engine.events import Token
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.outcomes import Admitted, Decoded, Done, Outcome, PromptsRead, RowFailure
 from mlxsrv.engine.plans import Admit, Decode, Read, Span, WorkItem
-from mlxsrv.engine.scheduling.draft_policy import DraftPolicy
 from mlxsrv.engine.scheduling.memory_budget import MemoryBudget
 from mlxsrv.engine.scheduling.pace import LEAST_SLICE, Pace
 from mlxsrv.engine.scheduling.prompt_index import as_tokens
+from mlxsrv.engine.scheduling.proposers import DraftModel
 from mlxsrv.engine.scheduling.row import Row, RowState
+from mlxsrv.engine.scheduling.speculation import Speculation
+from mlxsrv.engine.scheduling.speculation_controller import SpeculationController
 from mlxsrv.engine.scheduling.text_schedule import TextSchedule
 from mlxsrv.generation.parameters import Sampling
 from tests.support.fake_device import FACTS, FakeDevice
@@ -118,14 +120,15 @@ def test_texts_are_not_compared_while_no_proposal_is_affordable(
             row.enter(state)
         return row
 
-    drafts, row = DraftPolicy(), make_row(2)
+    controller, row = SpeculationController(), make_row(2)
+    speculation = Speculation(DraftModel(), lambda: controller)
     for _ in range(8):
-        drafts.controller.saw_step(0.01)
-    drafts.saw_reading(make_row(1), 0, 30, 0.001)
-    assert drafts.plan_reading(row, 64) is not None
-    drafts.controller.saw_reading(1000, 100.0)  # which costs all credit
+        controller.saw_plain_step(0.01)
+    speculation.saw_reading(make_row(1), 0, 30, Outcome(0.0, 0.001))
+    assert speculation.plan_reading([row], 64) is not None
+    controller.saw_reading(1000, 100.0)  # which costs all credit
     monkeypatch.delattr(Row, "text")
-    assert drafts.plan_reading(row, 64) is None
+    assert speculation.plan_reading([row], 64) is None
 
 
 class RepeatingDevice(FakeDevice):
@@ -135,7 +138,7 @@ class RepeatingDevice(FakeDevice):
         return 10 * job.id + place % 3
 
 
-def test_guesses_are_those_of_the_rows_also_when_one_has_left() -> None:
+def test_proposals_are_those_of_the_rows_also_when_one_has_left() -> None:
     bench = make(RepeatingDevice(msgspec.structs.replace(FACTS, lookup=True)))
     bench.submit(*(job(number, 30, 5000) for number in (1, 2, 3, 4)))
     bench.rounds(60)
@@ -150,4 +153,5 @@ def test_guesses_are_those_of_the_rows_also_when_one_has_left() -> None:
     assert first.groups is not None
     [group] = first.groups
     assert [*group.rows] != sorted(group.rows), "rows change their places"
-    assert [guess[0] // 10 for guess in first.guesses] == [*group.rows]
+    guesses = [each[0] for each in first.proposals if isinstance(each, tuple)]
+    assert [guess // 10 for guess in guesses] == [*group.rows]

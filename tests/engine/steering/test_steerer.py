@@ -311,8 +311,7 @@ def test_a_draft_model_changes_nothing_in_what_is_steered(
     batch = make(model, attach(Steerer(model), sae), draft=draft)
     [prompt] = prompts(1, seed=13)
     steering = additive((3, STRONG))
-    assert batch.schedule.memory.book.drafts is not None
-    batch.schedule.memory.book.drafts.controller = Always()
+    batch.speculate(Always)
     assert answers(batch, [ask(0, prompt, steering)])[0] == alone(model, prompt, steering)
     assert batch.statistics()["drafted"] > 0
 

@@ -128,7 +128,7 @@ class Always(SpeculationController):
     def saw_reading(self, tokens: int, seconds: float) -> None:
         """Nothing to find out."""
 
-    def saw_round(self, *args: Any, **more: Any) -> None:
+    def saw_speculative_step(self, *args: Any, **more: Any) -> None:
         """Nothing to find out."""
 
 
@@ -142,8 +142,7 @@ def test_a_draft_follows_a_row_where_there_is_room_and_gives_way(tmp_path: Path)
 
     def run_with(draft: Any, slots: int) -> tuple[dict[int, list[int]], TextEngine, int]:
         engine = TextEngine(model, max_rows=1, budget=slots * slot, draft=draft)
-        if (drafts := engine.schedule.memory.book.drafts) is not None:
-            drafts.controller = Always()
+        engine.speculate(Always)
         mx.synchronize()
         mx.clear_cache()
         before = mx.get_active_memory()

@@ -15,8 +15,8 @@ from mlx_lm.utils import load_model
 from mlxsrv.engine.cache.kv_caches import KVCacheFactory
 from mlxsrv.engine.events import Event, Failed, PromptRead, Token
 from mlxsrv.engine.orders import Job
-from mlxsrv.engine.scheduling.lookup_policy import LookupPolicy
 from mlxsrv.engine.scheduling.pace import Pace
+from mlxsrv.engine.scheduling.proposers import Lookup
 from mlxsrv.engine.scheduling.row import Row
 from mlxsrv.engine.scheduling.speculation_controller import SpeculationController
 from mlxsrv.generation.parameters import Sampling
@@ -58,14 +58,14 @@ class Eager(SpeculationController):
     def choose(self, found: Sequence[int], *, known: bool = True) -> int:
         return self._dice.randint(1, max(found))
 
-    def saw_round(self, *args: Any, **more: Any) -> None:
+    def saw_speculative_step(self, *args: Any, **more: Any) -> None:
         """Nothing to find out."""
 
     def saw_delay(self, seconds: float) -> None:
         """Nothing to find out."""
 
 
-class Knowing(LookupPolicy):
+class Knowing(Lookup):
     """Knows what rows say, and is often wrong: at the input, in the middle, or not at all.
 
     Args:
@@ -73,17 +73,16 @@ class Knowing(LookupPolicy):
     """
 
     def __init__(self, answers: Mapping[int, Sequence[int]], slips: float = 0.15) -> None:
-        super().__init__(Eager)
         self._answers, self._slips = answers, slips
         self._chance = random.Random(1)
 
-    def _continue(self, row: Row) -> Sequence[int]:
+    def _continue(self, row: Row, most: int, following: int | None) -> tuple[int, ...]:
         drawn = len(row.drawn)
-        most = min(self._chance.randint(0, 8), row.job.max_tokens - drawn - 1)
+        most = min(self._chance.randint(0, 8), most)
         found = self._answers[row.id][drawn : drawn + most + 1]
         slips = [self._chance.random() < self._slips for _ in found]
         guess = [(t + 1) % 500 if slip else t for t, slip in zip(found, slips, strict=True)]
-        return guess if len(guess) > 1 else ()
+        return (*guess,) if len(guess) > 1 else ()
 
 
 def job(number: int, prompt: tuple[int, ...], max_tokens: int = 30, **more: Any) -> Job:
@@ -94,26 +93,24 @@ def job(number: int, prompt: tuple[int, ...], max_tokens: int = 30, **more: Any)
 
 def make(
     model: Any,
-    policy: LookupPolicy | None,
+    proposer: Lookup | None,
     *,
     max_rows: int = 4,
     cache_bytes: int = 0,
     caches: KVCacheFactory | None = None,
     padding: int = 1 << 20,
 ) -> TextEngine:
-    """An engine with this policy; without one, of plain steps only."""
+    """An engine with this proposer; without one, of plain steps only."""
     engine = TextEngine(
         model,
         max_rows=max_rows,
         pace=Pace(64, 10.0),
         cache_bytes=cache_bytes,
         caches=caches,
-        lookup=policy is not None,
+        lookup=proposer is not None,
         padding=padding,
     )
-    if engine.schedule._lookups is not None:
-        assert policy is not None
-        engine.schedule._lookups = policy
+    engine.speculate(Eager, proposer)
     return engine
 
 
@@ -209,7 +206,7 @@ def test_texts_that_repeat_themselves(models: Any, sampling: Sampling) -> None:
         for i, file in enumerate(files)
     ]
     expected = plainly(model, jobs)
-    engine = make(model, LookupPolicy(Eager))
+    engine = make(model, Lookup())
     for asked in jobs:
         engine.submit(asked)
     assert run(engine) == expected
@@ -326,7 +323,7 @@ def test_rows_that_need_a_look_at_every_token_and_others_beside_them(models: Any
 def test_nothing_is_looked_up_where_a_cache_cannot_be_cut_back(models: Any, family: str) -> None:
     model = models(family)
     asked = job(0, prompts(1, seed=8)[0] * 3, 10)
-    engine = make(model, LookupPolicy(Eager))
+    engine = make(model, Lookup())
     assert "drafted" not in engine.statistics()
     assert run(engine, [asked]) == plainly(model, [asked])
 
@@ -413,8 +410,11 @@ def test_a_row_whose_logits_are_nan_fails_alone(models: Any) -> None:
 class Mistaken(Knowing):
     """Knows what rows say but for their next inputs."""
 
-    def _continue(self, row: Row) -> Sequence[int]:
-        guess = super()._continue(row)
+    proposed = False
+
+    def _continue(self, row: Row, most: int, following: int | None) -> tuple[int, ...]:
+        guess = super()._continue(row, most, following)
+        self.proposed |= len(guess) > 1
         return (guess[0] ^ 1, *guess[1:]) if guess else ()
 
 
@@ -422,12 +422,12 @@ def test_a_step_whose_inputs_are_all_guessed_wrongly_is_a_plain_one(models: Any)
     model = models("qwen3")
     jobs = [job(i, prompt) for i, prompt in enumerate(prompts(3, seed=11))]
     answers = plainly(model, jobs)
-    policy = Mistaken(answers, slips=0.0)
-    engine = make(model, policy)
+    proposer = Mistaken(answers, slips=0.0)
+    engine = make(model, proposer)
     for asked in jobs:
         engine.submit(asked)
     assert run(engine) == answers
-    assert policy._asked, "guesses were planned"
+    assert proposer.proposed
     assert engine.statistics()["drafted"] == 0
 
 
@@ -472,7 +472,7 @@ def test_rows_that_were_cut_apart_go_on_plainly(models: Any) -> None:
 
     while sum(map(len, drawn.values())) < 60:
         go_on(1)
-    engine.schedule._lookups = None
+    engine.schedule._speculation = None
     while not engine.idle:
         go_on(1)
     assert drawn == answers

@@ -82,8 +82,8 @@ def make(
         caches=caches,
         draft=draft,
     )
-    if engine.schedule.memory.book.drafts is not None:
-        engine.schedule.memory.book.drafts.controller = controller or Always()
+    controller = controller or Always()
+    engine.speculate(lambda: controller)
     return engine
 
 
@@ -422,7 +422,7 @@ def test_every_plain_step_of_a_row_is_measured_the_last_one_too(models: Any) -> 
         def affords(self, unread: int) -> bool:
             return False
 
-        def saw_step(self, seconds: float) -> None:
+        def saw_plain_step(self, seconds: float) -> None:
             self.steps += 1
 
     controller = Plain()

@@ -1,4 +1,4 @@
-"""Tokens of their own texts are proposed to rows; without a model."""
+"""Tokens of their own texts are proposed to rows, where that pays; without a model."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from mlxsrv.engine.orders import Job, Load
 from mlxsrv.engine.outcomes import Decoded, Fault, Outcome, RowFailure
 from mlxsrv.engine.plans import Decode, WorkItem
-from mlxsrv.engine.scheduling.lookup_policy import LookupPolicy
 from mlxsrv.engine.scheduling.prompt_index import as_tokens
 from mlxsrv.engine.scheduling.prompt_lookup import AT_ONCE
+from mlxsrv.engine.scheduling.proposers import Lookup
 from mlxsrv.engine.scheduling.row import Incident, Row, RowState
+from mlxsrv.engine.scheduling.speculation import Speculation
 from mlxsrv.engine.scheduling.speculation_controller import SpeculationController
 from mlxsrv.generation.parameters import Bans, Sampling
 from tests.support.effort import examples
@@ -40,7 +41,7 @@ class Eager(SpeculationController):
     def choose(self, found: Sequence[int], *, known: bool = True) -> int:
         return min(3, max(found))
 
-    def saw_round(self, *args: Any, **more: Any) -> None:
+    def saw_speculative_step(self, *args: Any, **more: Any) -> None:
         self.rounds.append(args)
 
     def saw_inputs(self, *args: Any) -> None:
@@ -67,37 +68,37 @@ def reported(**fields: Any) -> Outcome:
 
 def test_a_guess_is_the_next_input_and_what_followed_it_before() -> None:
     rows = [make_row(1, 1, 12, 13, 14), make_row(2, 99), make_row(3, 30, 31, 32, 33, 34)]
-    assert LookupPolicy(Eager).guess(rows) == ((15, 16, 17), (), (35, 36, 37, 38))
+    assert Speculation(Lookup(), Eager).propose(rows) == ((15, 16, 17), (), (35, 36, 37, 38))
 
 
 def test_nothing_is_planned_where_no_text_repeats_itself() -> None:
-    assert LookupPolicy(Eager).guess([make_row(1, 99), make_row(2, 98)]) == ()
+    assert Speculation(Lookup(), Eager).propose([make_row(1, 99), make_row(2, 98)]) == ()
 
 
 def test_behind_a_round_the_next_input_is_known() -> None:
     rows = [make_row(1, 1, 12, 13, 14, 15), make_row(2, 99)]
-    policy = LookupPolicy(Eager)
-    assert policy.guess(rows) == ((16, 17, 18, 19), ())
+    speculation = Speculation(Lookup(), Eager)
+    assert speculation.propose(rows) == ((16, 17, 18, 19), ())
     for token in [16, 17, 18, 19]:
         rows[0].draw(token)
     rows[1].draw(5)
-    policy.saw_round(reported(accepted={1: 3}, following={1: 20, 2: 6}))
-    assert policy.guess(rows) == ((20, 21, 22, 23), ())
+    speculation.saw_step(reported(accepted={1: 3}, following={1: 20, 2: 6}), None, plain=True)
+    assert speculation.propose(rows) == ((20, 21, 22, 23), ())
     for token in [20, 21, 22]:
         rows[0].draw(token)
     rows[1].draw(6)
-    policy.saw_round(reported(accepted={1: 2}, following={1: 40, 2: 11}))
-    assert policy.guess(rows) == (), "it goes another way than before"
+    speculation.saw_step(reported(accepted={1: 2}, following={1: 40, 2: 11}), None, plain=True)
+    assert speculation.propose(rows) == (), "it goes another way than before"
     rows[0].draw(40)
     rows[1].draw(11)
-    policy.saw_step(reported(), None)
-    assert policy.guess(rows) == ()
+    speculation.saw_step(reported(), None, plain=True)
+    assert speculation.propose(rows) == ()
     rows[0].draw(41)
     rows[1].draw(12)
-    policy.saw_step(reported(), None)
+    speculation.saw_step(reported(), None, plain=True)
     rows[0].draw(42)
-    policy.saw_step(reported(), None)
-    assert policy.guess(rows) == ((43, 44, 45), ())
+    speculation.saw_step(reported(), None, plain=True)
+    assert speculation.propose(rows) == ((43, 44, 45), ())
 
 
 def test_what_a_round_has_won_is_counted_for_all_rows() -> None:
@@ -107,16 +108,16 @@ def test_what_a_round_has_won_is_counted_for_all_rows() -> None:
         controllers.append(Eager())
         return controllers[-1]
 
-    policy = LookupPolicy(make)
+    speculation = Speculation(Lookup(), make)
     rows = [make_row(1, 1, 12, 13, 14, 15), make_row(2, 99), make_row(3, 1, 30, 31, 32, 33)]
-    policy.guess(rows)
-    policy.saw_round(reported(accepted={1: 3, 3: 0}, following={}))
-    policy.guess(rows)
-    policy.saw_round(reported(accepted={}))
-    policy.guess(rows)
-    policy.saw_round(Outcome(3.0, 4.5, Decoded(waited=3.2)))
-    policy.guess(rows[:1])
-    policy.saw_round(reported(accepted={1: 1}))
+    speculation.propose(rows)
+    speculation.saw_step(reported(accepted={1: 3, 3: 0}, following={}), None, plain=True)
+    speculation.propose(rows)
+    speculation.saw_step(reported(accepted={}), None, plain=True)
+    speculation.propose(rows)
+    speculation.saw_step(Outcome(3.0, 4.5, Decoded(waited=3.2)), 3.0, plain=True)
+    speculation.propose(rows[:1])
+    speculation.saw_step(reported(accepted={1: 1}), None, plain=True)
     # Inputs that were right, and those that were guessed; what was proposed to rows whose input was
     # right and what held, rows, seconds. Behind a round a plain step has no time of its own. A
     # wrong guess costs what the step takes longer than others, so all of its time is counted.
@@ -130,24 +131,29 @@ def test_what_a_round_has_won_is_counted_for_all_rows() -> None:
         ],
         [("inputs", 1, 1), ([3], [1], 1, 2.0)],
     ]
-    assert policy.counters() == {"speculating": 0, "drafted": 9, "accepted": 4}
+    assert speculation.counters() == {"speculating": 0, "drafted": 9, "accepted": 4}
 
 
 def test_a_round_behind_a_round_takes_all_the_time_since() -> None:
     """Behind a plain step what is left of that step is not its own."""
     controller = Eager()
-    policy, row = LookupPolicy(lambda: controller), make_row(1, 1, 12, 13, 14, 15)
-    policy.guess([row])
-    policy.saw_round(Outcome(1.0, 3.0, Decoded(waited=1.8, accepted={1: 3}, following={1: 20})))
+    speculation, row = Speculation(Lookup(), lambda: controller), make_row(1, 1, 12, 13, 14, 15)
+    speculation.propose([row])
+    speculation.saw_step(
+        Outcome(1.0, 3.0, Decoded(waited=1.8, accepted={1: 3}, following={1: 20})), None, plain=True
+    )
     for token in [16, 17, 18, 19]:
         row.draw(token)
-    policy.guess([row])
-    policy.saw_round(Outcome(3.4, 4.5, Decoded(waited=3.5, accepted={1: 3}, following={1: 24})))
-    policy.skip()
+    speculation.propose([row])
+    speculation.saw_step(
+        Outcome(3.4, 4.5, Decoded(waited=3.5, accepted={1: 3}, following={1: 24})), 3.0, plain=True
+    )
     for token in [20, 21, 22, 23]:
         row.draw(token)
-    policy.guess([row])
-    policy.saw_round(Outcome(5.0, 6.0, Decoded(waited=5.5, accepted={1: 3}, following={1: 28})))
+    speculation.propose([row])
+    speculation.saw_step(
+        Outcome(5.0, 6.0, Decoded(waited=5.5, accepted={1: 3}, following={1: 28})), None, plain=True
+    )
     seconds = [each[-1] for each in controller.rounds if each[0] != "inputs"]
     assert seconds == pytest.approx([1.2, 1.5, 0.5])
 
@@ -164,23 +170,23 @@ def test_a_round_behind_a_round_takes_all_the_time_since() -> None:
 )
 def test_plain_steps_while_a_row_needs_a_look_at_each_token(more: dict[str, Any]) -> None:
     rows = [make_row(1, 1, 12, 13, 14), make_row(2, 1, 12, 13, 14, **more)]
-    assert LookupPolicy(Eager).guess(rows) == ()
-    assert LookupPolicy(Eager).guess(rows[:1])
+    assert Speculation(Lookup(), Eager).propose(rows) == ()
+    assert Speculation(Lookup(), Eager).propose(rows[:1])
 
 
 def test_plain_steps_while_a_constraint_binds_the_next_token() -> None:
     rows = [make_row(1, 1, 12, 13, 14), make_row(2, 99)]
-    policy = LookupPolicy(Eager)
-    policy.saw_step(reported(bound=(2,)), None)
-    assert policy.guess(rows) == ()
-    policy.saw_step(reported(), None)
-    assert policy.guess(rows) == ((15, 16, 17), ())
+    speculation = Speculation(Lookup(), Eager)
+    speculation.saw_step(reported(bound=(2,)), None, plain=True)
+    assert speculation.propose(rows) == ()
+    speculation.saw_step(reported(), None, plain=True)
+    assert speculation.propose(rows) == ((15, 16, 17), ())
 
 
 def test_plain_steps_for_a_row_that_was_in_a_fault() -> None:
     rows = [make_row(1, 1, 12, 13, 14)]
     rows[0].incidents.append(Incident(Fault("why")))
-    assert LookupPolicy(Eager).guess(rows) == ()
+    assert Speculation(Lookup(), Eager).propose(rows) == ()
 
 
 @pytest.mark.parametrize(
@@ -188,12 +194,12 @@ def test_plain_steps_for_a_row_that_was_in_a_fault() -> None:
 )
 def test_no_more_is_proposed_than_a_row_may_draw(max_tokens: int, guess: tuple[int, ...]) -> None:
     row = make_row(1, 1, 12, 13, 14, max_tokens=max_tokens)
-    assert LookupPolicy(Eager).guess([row]) == ((guess,) if guess else ())
+    assert Speculation(Lookup(), Eager).propose([row]) == ((guess,) if guess else ())
 
 
 def test_nothing_is_proposed_behind_an_end_token() -> None:
     row = make_row(1, 1, 12, 13, 14, end_tokens=frozenset({15}))
-    assert LookupPolicy(Eager).guess([row]) == ()
+    assert Speculation(Lookup(), Eager).propose([row]) == ()
 
 
 def test_texts_are_looked_at_a_part_at_a_time() -> None:
@@ -203,9 +209,9 @@ def test_texts_are_looked_at_a_part_at_a_time() -> None:
     for row in rows:
         row.job = Job(row.id, "m", prompt, 99, frozenset(), Sampling())
         row.prompt = as_tokens(prompt)
-    policy = LookupPolicy(Eager)
-    assert policy.guess(rows) == ((104, 105, 106, 107), ())
-    assert policy.guess(rows) == ((104, 105, 106, 107), (104, 105, 106, 107))
+    speculation = Speculation(Lookup(), Eager)
+    assert speculation.propose(rows) == ((104, 105, 106, 107), ())
+    assert speculation.propose(rows) == ((104, 105, 106, 107), (104, 105, 106, 107))
 
 
 class Repeating(FakeDevice):
@@ -228,7 +234,7 @@ class Repeating(FakeDevice):
         return super().draw(job, place if slips else place % (4 + job.id % 5))
 
     def fail(self, work: WorkItem) -> Fault | None:
-        if isinstance(work, Decode) and work.guesses and self._random.random() < self.faults:
+        if isinstance(work, Decode) and work.proposals and self._random.random() < self.faults:
             return Fault("by chance")
         return None
 
@@ -285,12 +291,12 @@ def test_lookup_goes_on_behind_a_fault() -> None:
     bench.load(Load(model="m", path="/a", max_rows=4, prefill_chunk=64, max_gap=1.0))
 
     def answer(*numbers: int) -> int:
-        """Return how many guesses were planned for these jobs."""
-        before = len([work for work in bench.items(Decode) if work.guesses])
+        """Return how many speculative steps were planned for these jobs."""
+        before = len([work for work in bench.items(Decode) if work.proposals])
         bench.submit(*(Job(n, "m", FILE, 200, frozenset(), Sampling()) for n in numbers))
         bench.finish()
         assert all(len(bench.job(number).tokens) == 200 for number in numbers)
-        return len([work for work in bench.items(Decode) if work.guesses]) - before
+        return len([work for work in bench.items(Decode) if work.proposals]) - before
 
     assert answer(1, 2) == 1, "rows that were in a fault are decoded plainly"
     device.faults = 0.0
