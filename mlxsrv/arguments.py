@@ -9,7 +9,7 @@ import argparse
 import difflib
 import shutil
 import textwrap
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import groupby
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -17,6 +17,9 @@ from typing import Any, NoReturn
 from mlxsrv.options import ENV_PREFIX, Option, SettingsError
 from mlxsrv.settings import options
 from mlxsrv.version import __version__
+
+_NEAR = 0.75
+"""The likeness of a misspelt name to the one that is proposed: one letter of four may be wrong."""
 
 SERVES = "Serve MLX language models over OpenAI's, Anthropic's and Ollama's APIs."
 
@@ -61,14 +64,40 @@ class Arguments(argparse.ArgumentParser):
                 raise SettingsError(f"{unknown[0]!r} is one argument too many")
             flag = first.partition("=")[0]
             known = self._option_string_actions
-            raise SettingsError(f"there is no option {flag}{did_you_mean(flag, known)}")
+            whole = "--help-all" if "--help-all" in known else "--help"
+            near = did_you_mean(flag, known) or f"; see: {self.prog} {whole}"
+            raise SettingsError(f"there is no option {flag}{near}")
         return vars(values)
 
     def error(self, message: str) -> NoReturn:
+        """Raise SettingsError, in words of our own where argparse has its own."""
         missing = message.removeprefix("the following arguments are required: ")
         if missing != message:
             raise SettingsError(f"{missing} is missing; see: {self.prog} --help")
+        place, _, what = message.removeprefix("argument ").partition(": ")
+        flag = place.partition("/")[0]
+        if what == "expected one argument":
+            value = self._option_string_actions[flag].metavar
+            raise SettingsError(f"{flag} needs a value: {flag} {value}")
+        unwanted = what.removeprefix("ignored explicit argument ")
+        if unwanted != what:
+            raise SettingsError(f"{flag} takes no value, and has {unwanted}")
         raise SettingsError(message.removeprefix("argument "))
+
+    def flags(self) -> dict[str, Sequence[str] | None]:
+        """The long flags, each with the values that are known of it; None: it takes no value."""
+        known = {option.flag: option.choices for option in options()}
+        return {
+            flag: None if action.nargs == 0 else known.get(flag, ())
+            for action in self._actions
+            for flag in action.option_strings
+            if flag.startswith("--")
+        }
+
+    def words(self) -> Sequence[str]:
+        """The values of its first argument that is no option, where they are known."""
+        first = next((each for each in self._actions if not each.option_strings), None)
+        return [] if first is None or first.choices is None else [*first.choices]
 
     def add_server_options(self, *, shown: bool) -> None:
         """Add the options of the server, in their groups.
@@ -204,13 +233,36 @@ def real_number(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
 
 
-def did_you_mean(name: str, names: Iterable[str]) -> str:
+def one_of(what: str, names: Collection[str]) -> Callable[[str], str]:
+    """Make a function for `type` of an argument that is one of these names; `choices` has them,
+    too, for completion.
+
+    Args:
+        what: it is, with its article.
+    """
+
+    def read(text: str) -> str:
+        if text not in names:
+            raise argparse.ArgumentTypeError(str(no_such(what, text, names)))
+        return text
+
+    return read
+
+
+def did_you_mean(name: str, names: Collection[str]) -> str:
     """The end of a sentence about a misspelt name; empty if none is near."""
-    near = difflib.get_close_matches(name, [*names], n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+    bare = {_without_prefix(each): each for each in names}
+    near = difflib.get_close_matches(_without_prefix(name), bare, n=1, cutoff=_NEAR)
+    return f"; did you mean {bare[near[0]]}?" if near else ""
 
 
-def no_such(what: str, name: str | None, names: Iterable[str]) -> SettingsError:
+def _without_prefix(name: str) -> str:
+    """A flag, a variable or a command of the chat without what all of its kind begin with: that
+    makes no name nearer than others."""
+    return name.lstrip("-/").removeprefix(ENV_PREFIX)
+
+
+def no_such(what: str, name: str | None, names: Collection[str]) -> SettingsError:
     """The error for a name that is missing or not among these."""
     listed = f"; there are: {', '.join(names)}"
     if name is None:

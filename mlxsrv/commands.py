@@ -6,39 +6,32 @@ when it runs: all of them together take a second.
 
 from __future__ import annotations
 
-import io
-import re
-from collections.abc import Mapping, Sequence
-from contextlib import redirect_stdout, suppress
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
-from mlxsrv.arguments import Arguments, server_arguments
+from mlxsrv.arguments import Arguments, one_of, server_arguments
 from mlxsrv.configuration import settings_from
 from mlxsrv.options import SettingsError
 
 
 def run_server(arguments: Sequence[str]) -> int:
     """Serve until a signal. Returns the exit status."""
-    parser = server_arguments({name: command.does for name, command in COMMANDS.items()})
-    settings = settings_from(parser.read(arguments))
+    settings = settings_from(run_server_arguments().read(arguments))
     from mlxsrv.server.serve import serve
 
     return serve(settings)
 
 
+def run_server_arguments() -> Arguments:
+    """Make the parser of the command."""
+    return server_arguments({name: command.does for name, command in COMMANDS.items()})
+
+
 def replay(arguments: Sequence[str]) -> None:
     """Run a record again: print what is in it, and whether the scheduler plans the same."""
-    parser = Arguments(
-        "replay",
-        "Give the orders and outcomes of a record (mlxsrv --record FILE) to the "
-        "scheduler, and compare its plans with those that were recorded. It needs no model. Exit "
-        "status 1: something differs.",
-        operands="FILE",
-    )
-    parser.add_argument("record", metavar="FILE", help="The record, which may be a .gz file.")
-    record = parser.read(arguments)["record"]
+    record = replay_arguments().read(arguments)["record"]
     from mlxsrv.engine.recording.record_file import RecordError
     from mlxsrv.engine.recording.replay import replay_record
 
@@ -48,12 +41,34 @@ def replay(arguments: Sequence[str]) -> None:
         raise SettingsError(str(error)) from None
 
 
+def replay_arguments() -> Arguments:
+    """Make the parser of the command."""
+    parser = Arguments(
+        "replay",
+        "Give the orders and outcomes of a record (mlxsrv --record FILE) to the "
+        "scheduler, and compare its plans with those that were recorded. It needs no model. Exit "
+        "status 1: something differs.",
+        operands="FILE",
+    )
+    parser.add_argument("record", metavar="FILE", help="The record, which may be a .gz file.")
+    return parser
+
+
 def completion(arguments: Sequence[str]) -> None:
     """Print the script that has a shell complete all this."""
-    from mlxsrv.connect.clients import CLIENTS
-    from mlxsrv.terminal.agents import runnable
-    from mlxsrv.terminal.completion import SHELLS, CompletedCommand, completion_script
-    from mlxsrv.terminal.services import ACTIONS
+    from mlxsrv.terminal.completion import CompletedCommand, completion_script
+
+    shell = completion_arguments().read(arguments)["shell"]
+    commands = []
+    for name, command in COMMANDS.items():
+        parser = command.arguments()
+        commands.append(CompletedCommand(name, command.does, parser.flags(), parser.words()))
+    print(completion_script(shell, commands, "serve"), end="")
+
+
+def completion_arguments() -> Arguments:
+    """Make the parser of the command."""
+    from mlxsrv.terminal.completion import SHELLS
 
     parser = Arguments(
         "completion",
@@ -61,38 +76,21 @@ def completion(arguments: Sequence[str]) -> None:
         "bash, put this line into ~/.bashrc: source <(mlxsrv completion bash)",
         operands="SHELL",
     )
-    parser.add_argument("shell", metavar="SHELL", choices=[*SHELLS], help="bash, zsh or fish.")
-    shell = parser.read(arguments)["shell"]
-    words = {
-        "connect": (*CLIENTS,),
-        "run": (*runnable(),),
-        "service": ACTIONS,
-        "completion": (*SHELLS,),
-    }
-    commands = [
-        CompletedCommand(name, command.does, _flags(command), words.get(name, ()))
-        for name, command in COMMANDS.items()
-    ]
-    print(completion_script(shell, commands, "serve"), end="")
-
-
-def _flags(command: Command) -> list[str]:
-    """The options of a command, as its help shows them."""
-    for flag in ("--help-all", "--help"):
-        shown = io.StringIO()
-        with suppress(SettingsError, SystemExit), redirect_stdout(shown):
-            command.run([flag])
-        options = re.findall(r"^  (-.+?)(?:  |$)", shown.getvalue(), re.MULTILINE)
-        if options:
-            return [flag for option in options for flag in re.findall(r"--[\w-]+", option)]
-    return []
+    parser.add_argument(
+        "shell",
+        metavar="SHELL",
+        choices=[*SHELLS],
+        type=one_of("a shell", SHELLS),
+        help="bash, zsh or fish.",
+    )
+    return parser
 
 
 class Command(NamedTuple):
     """A command.
 
     Attributes:
-        place: of its function, as MODULE:NAME below the package.
+        place: of its function, as MODULE:NAME below the package. NAME_arguments makes its parser.
         does: the line about it in the help of `mlxsrv`.
     """
 
@@ -101,10 +99,18 @@ class Command(NamedTuple):
 
     def run(self, arguments: Sequence[str]) -> int | None:
         """Run it. Returns the exit status; None is 0."""
-        module, _, name = self.place.partition(":")
-        function = getattr(import_module(f"mlxsrv.{module}"), name)
-        status: int | None = function(arguments)
+        status: int | None = self._find("")(arguments)
         return status
+
+    def arguments(self) -> Arguments:
+        """Make its parser."""
+        parser: Arguments = self._find("_arguments")()
+        return parser
+
+    def _find(self, ending: str) -> Callable[..., Any]:
+        module, _, name = self.place.partition(":")
+        found: Callable[..., Any] = getattr(import_module(f"mlxsrv.{module}"), name + ending)
+        return found
 
 
 COMMANDS: Final[Mapping[str, Command]] = MappingProxyType(

@@ -60,7 +60,7 @@ def _from_file(path: str) -> dict[str, Any]:
     for key, value in table.items():
         option = known.get(key.replace("-", "_"))
         if option is None:
-            near = did_you_mean(key, (name.replace("_", "-") for name in known))
+            near = did_you_mean(key, [name.replace("_", "-") for name in known])
             raise SettingsError(f"{path}: there is no option {key!r}{near}")
         values[option.name] = _named(f"{path}: {key}", option.check, value)
     return values

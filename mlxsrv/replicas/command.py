@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mlxsrv.arguments import add_model, command_arguments, real_number, whole_number
+from mlxsrv.arguments import Arguments, add_model, command_arguments, real_number, whole_number
 from mlxsrv.configuration import settings_from
 from mlxsrv.errors import ServeError
 from mlxsrv.models.catalogue.catalogue import Catalogue
@@ -81,6 +81,14 @@ _OBJECTS = 128 * 1024 * 1024
 
 def replicas(arguments: Sequence[str]) -> None:
     """Run replicas of the server until a signal. Raises SettingsError, ListenError."""
+    flags = replicas_arguments().read(arguments)
+    own = {flag: flags.pop(flag[2:].replace("-", "_")) for flag, *_ in _FLAGS}
+    settings = settings_from(flags)
+    run(settings, _scale(own), own["--ray-address"])
+
+
+def replicas_arguments() -> Arguments:
+    """Make the parser of the command."""
     parser = command_arguments(
         "replicas",
         "Run the server several times under Ray Serve (extra ray), behind one address. A "
@@ -90,10 +98,7 @@ def replicas(arguments: Sequence[str]) -> None:
     add_model(parser)
     for flag, kind, metavar, text in _FLAGS:
         parser.add_argument(flag, type=kind, metavar=metavar, help=text)
-    flags = parser.read(arguments)
-    own = {flag: flags.pop(flag[2:].replace("-", "_")) for flag, *_ in _FLAGS}
-    settings = settings_from(flags)
-    run(settings, _scale(own), own["--ray-address"])
+    return parser
 
 
 def _scale(given: dict[str, Any]) -> ReplicaScale:

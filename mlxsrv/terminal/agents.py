@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import signal
@@ -13,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from mlxsrv.arguments import command_arguments, no_such
+from mlxsrv.arguments import Arguments, command_arguments, no_such, one_of
 from mlxsrv.configuration import settings_from
 from mlxsrv.connect.address import NO_KEY, address_of
 from mlxsrv.connect.clients import CLIENTS
@@ -30,18 +31,7 @@ _LOOK = 1.0
 def run_agent(arguments: Sequence[str]) -> int:
     """Run an agent until it ends, and return its exit status."""
     ours, theirs = _divide(arguments)
-    parser = command_arguments(
-        "run",
-        "Run a coding agent that uses this server, with settings for this session only: nothing "
-        "that you have set is changed. Uses the server that runs at the address of the options, "
-        "else starts one and stops it at the end. What follows -- is for the agent.",
-        operands="AGENT [MODEL] [-- ARGUMENTS]",
-    )
-    agents = ", ".join(runnable())
-    parser.add_argument("client", metavar="AGENT", nargs="?", help=f"One of: {agents}.")
-    parser.add_argument("asked", metavar="MODEL", nargs="?", help="Model; else the default one.")
-    parser.add_argument("--url", help="Address of the server, if not http://HOST:PORT.")
-    flags = parser.read(ours)
+    flags = run_agent_arguments().read(ours)
     client, asked, url = (flags.pop(name) for name in ("client", "asked", "url"))
     program = _program(client)
     with running_server(settings_from(flags), flags, url=url, model=asked) as (server, name):
@@ -53,6 +43,29 @@ def run_agent(arguments: Sequence[str]) -> int:
         return _run(program, setup, server.key, theirs)
 
 
+def run_agent_arguments() -> Arguments:
+    """Make the parser of the command."""
+    parser = command_arguments(
+        "run",
+        "Run a coding agent that uses this server, with settings for this session only: nothing "
+        "that you have set is changed. Uses the server that runs at the address of the options, "
+        "else starts one and stops it at the end. What follows -- is for the agent.",
+        operands="AGENT [MODEL] [-- ARGUMENTS]",
+    )
+    agents = [*_runnable()]
+    parser.add_argument(
+        "client",
+        metavar="AGENT",
+        nargs="?",
+        choices=agents,
+        type=_agent,
+        help=f"One of: {', '.join(agents)}.",
+    )
+    parser.add_argument("asked", metavar="MODEL", nargs="?", help="Model; else the default one.")
+    parser.add_argument("--url", help="Address of the server, if not http://HOST:PORT.")
+    return parser
+
+
 def _divide(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
     """The arguments before `--`, and those behind it."""
     if "--" not in arguments:
@@ -61,7 +74,7 @@ def _divide(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
     return arguments[:place], arguments[place + 1 :]
 
 
-def runnable() -> dict[str, str]:
+def _runnable() -> dict[str, str]:
     """The agents that can be run, each with its program."""
     anywhere = address_of(
         "http://127.0.0.1", {"id": "", "context_length": None, "capabilities": ()}, key=False
@@ -70,13 +83,19 @@ def runnable() -> dict[str, str]:
     return {name: setup.session.program for name, setup in setups.items() if setup.session}
 
 
+def _agent(text: str) -> str:
+    """Read an agent's name, for `type` of an argument."""
+    agents = _runnable()
+    if text in CLIENTS and text not in agents:
+        raise argparse.ArgumentTypeError(f"{text} is set up, not run: mlxsrv connect {text}")
+    return one_of("an agent", agents)(text)
+
+
 def _program(client: str | None) -> str:
-    """The path of the agent's program. Raises SettingsError if it cannot be run."""
-    agents = runnable()
-    if client in CLIENTS and client not in agents:
-        raise SettingsError(f"{client} is set up, not run: mlxsrv connect {client}")
-    if client not in agents:
-        raise no_such("an agent", client, agents)
+    """The path of the agent's program. Raises SettingsError if there is none."""
+    agents = _runnable()
+    if client is None:
+        raise no_such("an agent", None, agents)
     program = shutil.which(agents[client])
     if program is None:
         raise SettingsError(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
-from mlxsrv.arguments import command_arguments, did_you_mean
+from mlxsrv.arguments import Arguments, command_arguments, did_you_mean
 from mlxsrv.configuration import settings_from
 from mlxsrv.options import SettingsError
 from mlxsrv.terminal.client import RequestFailed
@@ -24,16 +24,7 @@ _QUOTES = '"""'
 
 def chat(arguments: Sequence[str]) -> None:
     """Chat until the user ends it; from a pipe, answer what comes from it."""
-    parser = command_arguments(
-        "chat",
-        "Chat with a model. Uses the server that runs at the address of the options, else starts "
-        "one and stops it at the end. From a pipe it answers once: echo hi | mlxsrv chat.",
-        operands="[MODEL]",
-    )
-    parser.add_argument("asked", metavar="MODEL", nargs="?", help="Model; else the default one.")
-    parser.add_argument("--url", help="Address of the server, if not http://HOST:PORT.")
-    parser.add_argument("--system", metavar="TEXT", default="", help="System prompt.")
-    flags = parser.read(arguments)
+    flags = chat_arguments().read(arguments)
     asked, url, system = (flags.pop(name) for name in ("asked", "url", "system"))
     question = None if sys.stdin.isatty() else sys.stdin.read().strip()
     if question == "":
@@ -50,6 +41,20 @@ def chat(arguments: Sequence[str]) -> None:
             print()
             if note:
                 print(f"mlxsrv: {note}", file=sys.stderr)
+
+
+def chat_arguments() -> Arguments:
+    """Make the parser of the command."""
+    parser = command_arguments(
+        "chat",
+        "Chat with a model. Uses the server that runs at the address of the options, else starts "
+        "one and stops it at the end. From a pipe it answers once: echo hi | mlxsrv chat.",
+        operands="[MODEL]",
+    )
+    parser.add_argument("asked", metavar="MODEL", nargs="?", help="Model; else the default one.")
+    parser.add_argument("--url", help="Address of the server, if not http://HOST:PORT.")
+    parser.add_argument("--system", metavar="TEXT", default="", help="System prompt.")
+    return parser
 
 
 class ChatTerminal:

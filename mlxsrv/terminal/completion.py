@@ -15,13 +15,13 @@ class CompletedCommand(msgspec.Struct, frozen=True):
 
     Attributes:
         does: one line about it.
-        flags: its options.
+        flags: its options, each with the values that are known of it; None: it takes no value.
         words: the values of its first argument, where they are known.
     """
 
     name: str
     does: str
-    flags: Sequence[str]
+    flags: Mapping[str, Sequence[str] | None]
     words: Sequence[str] = ()
 
 
@@ -38,13 +38,25 @@ def completion_script(shell: str, commands: Sequence[CompletedCommand], default:
 def _bash(commands: Sequence[CompletedCommand], default: CompletedCommand) -> str:
     return f"""\
 # Completion of mlxsrv in bash: source <(mlxsrv completion bash)
+{_takes_value(commands)}
 _mlxsrv() {{
-    local word=${{COMP_WORDS[COMP_CWORD]}} flags words=
+    local word=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}}
+    local flags words= values given=0 i
+    # --flag=value is three words.
+    [[ $before == = ]] && before=${{COMP_WORDS[COMP_CWORD-2]}}
+    [[ $word == = ]] && word=
 {_cases(commands, default, "${COMP_WORDS[1]}")}
-    case $word in
-        -*) words=$flags ;;
-        *) (( COMP_CWORD == 1 )) && words={quote(_spaced(each.name for each in commands))} ;;
-    esac
+    for ((i = 2; i < COMP_CWORD; i++)); do
+        case ${{COMP_WORDS[i]}} in
+            -* | =) ;;
+            *) [[ ${{COMP_WORDS[i-1]}} == = ]] || _mlxsrv_takes "${{COMP_WORDS[i-1]}}" || given=1 ;;
+        esac
+    done
+    if _mlxsrv_takes "$before"; then words=$values
+    elif [[ $word == -* ]]; then words=$flags
+    elif (( COMP_CWORD == 1 )); then words={quote(_spaced(each.name for each in commands))}
+    elif (( given )); then words=
+    fi
     COMPREPLY=($(compgen -W "$words" -- "$word"))
 }}
 complete -o default -F _mlxsrv mlxsrv
@@ -56,24 +68,51 @@ def _zsh(commands: Sequence[CompletedCommand], default: CompletedCommand) -> str
     return f"""\
 #compdef mlxsrv
 # Completion of mlxsrv in zsh: source <(mlxsrv completion zsh), behind compinit
+{_takes_value(commands)}
 _mlxsrv() {{
-    local flags words_known=
-    local -a names_known=(
+    local flags values known= given=0 i before=$words[CURRENT-1]
+    local -a names=(
 {described}
     )
-{_cases(commands, default, "${words[2]}").replace(" words=", " words_known=")}
-    if [[ $PREFIX == -* ]]; then
+{_cases(commands, default, "${words[2]}").replace(" words=", " known=")}
+    if [[ $PREFIX == --*=* ]]; then
+        before=${{PREFIX%%=*}}
+        compset -P '*='
+    fi
+    for ((i = 3; i < CURRENT; i++)); do
+        [[ $words[i] == -* ]] || _mlxsrv_takes $words[i-1] || given=1
+    done
+    if _mlxsrv_takes $before; then
+        if [[ -n $values ]]; then compadd -- ${{=values}}; else _files; fi
+    elif [[ $PREFIX == -* ]]; then
         compadd -- ${{=flags}}
     elif (( CURRENT == 2 )); then
-        _describe command names_known
-    elif [[ -n $words_known ]]; then
-        compadd -- ${{=words_known}}
+        _describe command names
+    elif [[ -n $known ]] && (( ! given )); then
+        compadd -- ${{=known}}
     else
         _files
     fi
 }}
 compdef _mlxsrv mlxsrv
 """
+
+
+def _takes_value(commands: Sequence[CompletedCommand]) -> str:
+    """A function that succeeds for a flag with a value, and sets `values` to those that are known;
+    in the language of bash and zsh."""
+    flags: dict[Sequence[str], list[str]] = {}
+    for flag, values in _all_flags(commands).items():
+        if values is not None:
+            flags.setdefault((*values,), []).append(flag)
+    lines = ["_mlxsrv_takes() {", "    case $1 in"]
+    for values, those in flags.items():
+        lines.append(f"        {' | '.join(those)}) values={quote(_spaced(values))} ;;")
+    return "\n".join([*lines, "        *) return 1 ;;", "    esac", "}"])
+
+
+def _all_flags(commands: Sequence[CompletedCommand]) -> dict[str, Sequence[str] | None]:
+    return {flag: values for each in commands for flag, values in each.flags.items()}
 
 
 def _cases(commands: Sequence[CompletedCommand], default: CompletedCommand, word: str) -> str:
@@ -99,14 +138,18 @@ def _fish(commands: Sequence[CompletedCommand], default: CompletedCommand) -> st
             f"-a {each.name} -d {quote(each.does)}"
         )
         if each.words:
-            here = f"'__fish_seen_subcommand_from {each.name}'"
-            lines.append(f"complete -c mlxsrv -f -n {here} -a {quote(_spaced(each.words))}")
-    for flag in dict.fromkeys(flag for each in commands for flag in each.flags):
+            words = _spaced(each.words)
+            here = f"__fish_seen_subcommand_from {each.name}"
+            first = f"'{here}; and not __fish_seen_subcommand_from {words}'"
+            lines.append(f"complete -c mlxsrv -f -n {first} -a {quote(words)}")
+    for flag, values in _all_flags(commands).items():
         # Without a command the default one is meant, so its flags are for all but a few.
         general = flag in default.flags
         those = _spaced(each.name for each in commands if (flag in each.flags) != general)
         seen = f"{'not ' if general else ''}__fish_seen_subcommand_from {those}"
-        lines.append(f"complete -c mlxsrv -n '{seen}' -l {flag[2:]}")
+        value = "" if values is None else " -r"
+        known = f" -f -a {quote(_spaced(values))}" if values else ""
+        lines.append(f"complete -c mlxsrv -n '{seen}' -l {flag[2:]}{value}{known}")
     return "\n".join(lines) + "\n"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from mlxsrv.arguments import command_arguments, no_such
+from mlxsrv.arguments import Arguments, command_arguments, no_such, one_of
 from mlxsrv.configuration import settings_from
 from mlxsrv.connect.address import find_address
 from mlxsrv.connect.clients import CLIENTS
@@ -16,13 +16,34 @@ from mlxsrv.terminal.screen import agreed
 
 def connect(arguments: Sequence[str]) -> None:
     """Print what makes a client use the server with these options, or write it."""
+    flags = connect_arguments().read(arguments)
+    client, model, url = (flags.pop(name) for name in ("client", "for_model", "url"))
+    write, yes = flags.pop("write"), flags.pop("yes")
+    if client is None:
+        raise no_such("a client", None, CLIENTS)
+    server = find_address(settings_from(flags), url, model)
+    setup = CLIENTS[client](server)
+    print(setup.text(server))
+    if write:
+        print()
+        _write(setup, lambda: yes or agreed("Write this?", remedy="add --yes to write"))
+
+
+def connect_arguments() -> Arguments:
+    """Make the parser of the command."""
     parser = command_arguments(
         "connect",
         f"Print the settings that a client needs to use this server. Give it the options that the "
         f"server has; no server need run. CLIENT is one of: {', '.join(CLIENTS)}.",
         operands="CLIENT",
     )
-    parser.add_argument("client", metavar="CLIENT", nargs="?")
+    parser.add_argument(
+        "client",
+        metavar="CLIENT",
+        nargs="?",
+        choices=[*CLIENTS],
+        type=one_of("a client", CLIENTS),
+    )
     parser.add_argument(
         "--for-model", metavar="NAME", help="Model that the client uses, if not the default one."
     )
@@ -36,17 +57,7 @@ def connect(arguments: Sequence[str]) -> None:
         "A copy of the old file is kept beside it.",
     )
     parser.add_argument("--yes", action="store_true", help="Write without asking.")
-    flags = parser.read(arguments)
-    client, model, url = (flags.pop(name) for name in ("client", "for_model", "url"))
-    write, yes = flags.pop("write"), flags.pop("yes")
-    if client not in CLIENTS:
-        raise no_such("a client", client, CLIENTS)
-    server = find_address(settings_from(flags), url, model)
-    setup = CLIENTS[client](server)
-    print(setup.text(server))
-    if write:
-        print()
-        _write(setup, lambda: yes or agreed("Write this?", remedy="add --yes to write"))
+    return parser
 
 
 def _write(setup: ClientSetup, confirm: Callable[[], bool]) -> None:

@@ -19,7 +19,7 @@ from typing import Final, Literal
 import msgspec
 from huggingface_hub import constants
 
-from mlxsrv.arguments import command_arguments
+from mlxsrv.arguments import Arguments, command_arguments
 from mlxsrv.configuration import settings_from
 from mlxsrv.engine.backend import describe_device, require_backend
 from mlxsrv.engine.working_memory import SERVED_SHARE, find_working_memory
@@ -61,12 +61,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 def doctor(arguments: Sequence[str]) -> int:
     """Print what is found. Returns 1 if something is wrong."""
-    parser = command_arguments(
-        "doctor",
-        "Check what a server with these options needs on this machine: MLX's back end, memory, "
-        "disk, port, models, the hub, and one answer of the demo model.",
-    )
-    settings = settings_from(parser.read(arguments))
+    settings = settings_from(doctor_arguments().read(arguments))
     faults = 0
     for check in _CHECKS:
         for finding in check(settings):
@@ -75,6 +70,15 @@ def doctor(arguments: Sequence[str]) -> int:
             faults += finding.state == "fault"
     print("All is well." if not faults else "What is marked FAULT needs you.")
     return 1 if faults else 0
+
+
+def doctor_arguments() -> Arguments:
+    """Make the parser of the command."""
+    return command_arguments(
+        "doctor",
+        "Check what a server with these options needs on this machine: MLX's back end, memory, "
+        "disk, port, models, the hub, and one answer of the demo model.",
+    )
 
 
 def _software(_: Settings) -> Iterator[Finding]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from mlxsrv.arguments import command_arguments
+from mlxsrv.arguments import Arguments, command_arguments
 from mlxsrv.configuration import settings_from
 from mlxsrv.logs import sized
 from mlxsrv.models.catalogue.catalogue import DEMO, Catalogue, ModelEntry
@@ -39,13 +39,7 @@ def models(arguments: Sequence[str]) -> None:
 
     No model is loaded.
     """
-    parser = command_arguments(
-        "models",
-        "List the models that a server with the same options would serve, and why others "
-        "cannot be.",
-    )
-    parser.add_argument("--json", action="store_true", help="Print JSON, one list of objects.")
-    flags = parser.read(arguments)
+    flags = models_arguments().read(arguments)
     as_json = flags.pop("json")
     catalogue = Catalogue(settings_from(flags))
     catalogue.scan()
@@ -54,6 +48,17 @@ def models(arguments: Sequence[str]) -> None:
     print(msgspec.json.encode(lines).decode() if as_json else _table(lines))
     if [line.id for line in lines if line.problem is None] == [DEMO] and sys.stdout.isatty():
         print("To get a real one: mlxsrv recommend, then mlxsrv pull ORG/NAME.", file=sys.stderr)
+
+
+def models_arguments() -> Arguments:
+    """Make the parser of the command."""
+    parser = command_arguments(
+        "models",
+        "List the models that a server with the same options would serve, and why others "
+        "cannot be.",
+    )
+    parser.add_argument("--json", action="store_true", help="Print JSON, one list of objects.")
+    return parser
 
 
 def _line(entry: ModelEntry, *, default: bool) -> ModelLine:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from mlxsrv.arguments import command_arguments
+from mlxsrv.arguments import Arguments, command_arguments
 from mlxsrv.configuration import settings_from
 from mlxsrv.engine.backend import describe_device
 from mlxsrv.engine.working_memory import SERVED_SHARE, find_working_memory
@@ -57,15 +57,7 @@ def known_models() -> list[KnownModel]:
 
 def recommend(arguments: Sequence[str]) -> None:
     """Print the largest models that fit, and the context that each would have."""
-    parser = command_arguments(
-        "recommend",
-        "List models that fit into the memory of this machine, the largest first, with the "
-        "context that one request has beside them. Nothing is downloaded.",
-    )
-    parser.add_argument(
-        "--memory", metavar="SIZE", help="Memory of another Mac, such as 64GB, instead of this one."
-    )
-    flags = parser.read(arguments)
+    flags = recommend_arguments().read(arguments)
     memory = flags.pop("memory")
     settings = settings_from(flags)
     limit = settings.memory_limit or int(SERVED_SHARE * _working_memory(memory))
@@ -86,6 +78,19 @@ def recommend(arguments: Sequence[str]) -> None:
         fitting.reverse()
     best = next((model for model, context in fitting if context >= _ROOMY), fitting[0][0])
     print(f"\nTry one: mlxsrv chat {best.repository}")
+
+
+def recommend_arguments() -> Arguments:
+    """Make the parser of the command."""
+    parser = command_arguments(
+        "recommend",
+        "List models that fit into the memory of this machine, the largest first, with the "
+        "context that one request has beside them. Nothing is downloaded.",
+    )
+    parser.add_argument(
+        "--memory", metavar="SIZE", help="Memory of another Mac, such as 64GB, instead of this one."
+    )
+    return parser
 
 
 def _working_memory(memory: str | None) -> int:

@@ -16,15 +16,7 @@ from mlxsrv.terminal.screen import agreed
 
 def pull(arguments: Sequence[str]) -> None:
     """Download a model into the Hugging Face cache and print its folder."""
-    parser = Arguments(
-        "pull",
-        "Download a model from the Hugging Face hub into its cache, where a server finds it. A "
-        "download that was interrupted continues where it stopped.",
-        operands="ORG/NAME[@REVISION]",
-    )
-    parser.add_argument("repository", metavar="ORG/NAME[@REVISION]", help="The model on the hub.")
-    parser.add_argument("--quiet", action="store_true", help="Show no progress.")
-    asked = parser.read(arguments)
+    asked = pull_arguments().read(arguments)
     repository = _repository(asked["repository"])
     # Imported here, because the import takes 0.1 s and the other commands do not need it.
     from mlxsrv.models.catalogue.download import fetch
@@ -35,17 +27,22 @@ def pull(arguments: Sequence[str]) -> None:
         print(f"To serve it: mlxsrv {asked['repository']}", file=sys.stderr)
 
 
-def rm(arguments: Sequence[str]) -> None:
-    """Remove a model's files once the user has seen how many bytes that frees."""
+def pull_arguments() -> Arguments:
+    """Make the parser of the command."""
     parser = Arguments(
-        "rm",
-        "Remove a model from the Hugging Face cache, all revisions of it or one. Files that "
-        "another revision needs stay.",
+        "pull",
+        "Download a model from the Hugging Face hub into its cache, where a server finds it. A "
+        "download that was interrupted continues where it stopped.",
         operands="ORG/NAME[@REVISION]",
     )
-    parser.add_argument("repository", metavar="ORG/NAME[@REVISION]", help="The model in the cache.")
-    parser.add_argument("--yes", action="store_true", help="Remove it without asking.")
-    asked = parser.read(arguments)
+    parser.add_argument("repository", metavar="ORG/NAME[@REVISION]", help="The model on the hub.")
+    parser.add_argument("--quiet", action="store_true", help="Show no progress.")
+    return parser
+
+
+def rm(arguments: Sequence[str]) -> None:
+    """Remove a model's files once the user has seen how many bytes that frees."""
+    asked = rm_arguments().read(arguments)
     repository = _repository(asked["repository"])
     bytes, remove = _plan(repository)
     freed = sized(bytes)
@@ -55,6 +52,19 @@ def rm(arguments: Sequence[str]) -> None:
         raise SettingsError(f"{repository} stays")
     remove()
     print(f"{repository} is removed: {freed} are free again.")
+
+
+def rm_arguments() -> Arguments:
+    """Make the parser of the command."""
+    parser = Arguments(
+        "rm",
+        "Remove a model from the Hugging Face cache, all revisions of it or one. Files that "
+        "another revision needs stay.",
+        operands="ORG/NAME[@REVISION]",
+    )
+    parser.add_argument("repository", metavar="ORG/NAME[@REVISION]", help="The model in the cache.")
+    parser.add_argument("--yes", action="store_true", help="Remove it without asking.")
+    return parser
 
 
 def _plan(repository: Repository) -> tuple[int, Callable[[], object]]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlxsrv.arguments import add_model, command_arguments
+from mlxsrv.arguments import Arguments, add_model, command_arguments, one_of
 from mlxsrv.configuration import settings_from
 from mlxsrv.connect.writing import plan_text, write_change
 from mlxsrv.options import SettingsError
@@ -23,23 +23,12 @@ from mlxsrv.terminal.units import Steps, Unit, unit
 _HUB_VARIABLES = ("HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "HF_HUB_OFFLINE", "XDG_CACHE_HOME")
 """They say where models are. A token is no part of it: `hf auth login` keeps one in a file."""
 
-ACTIONS = ("install", "uninstall", "status")
+_ACTIONS = ("install", "uninstall", "status")
 
 
 def service(arguments: Sequence[str]) -> None:
     """Install the service, take it away, or say how it is."""
-    parser = command_arguments(
-        "service",
-        "Run the server as a service of yours: of launchd on macOS, of systemd on Linux. ACTION is "
-        "install, uninstall or status. The options are those that the server shall have.",
-        operands="ACTION [MODEL]",
-    )
-    parser.add_argument(
-        "action", metavar="ACTION", choices=ACTIONS, help="install, uninstall or status."
-    )
-    add_model(parser)
-    parser.add_argument("--yes", action="store_true", help="Do it without asking.")
-    flags = parser.read(arguments)
+    flags = service_arguments().read(arguments)
     action, yes = flags.pop("action"), flags.pop("yes")
     settings = settings_from(flags)
     described = unit(
@@ -56,6 +45,26 @@ def service(arguments: Sequence[str]) -> None:
         _uninstall(described, yes=yes)
     else:
         _show(described, settings)
+
+
+def service_arguments() -> Arguments:
+    """Make the parser of the command."""
+    parser = command_arguments(
+        "service",
+        "Run the server as a service of yours: of launchd on macOS, of systemd on Linux. ACTION is "
+        "install, uninstall or status. The options are those that the server shall have.",
+        operands="ACTION [MODEL]",
+    )
+    parser.add_argument(
+        "action",
+        metavar="ACTION",
+        choices=_ACTIONS,
+        type=one_of("an action", _ACTIONS),
+        help="install, uninstall or status.",
+    )
+    add_model(parser)
+    parser.add_argument("--yes", action="store_true", help="Do it without asking.")
+    return parser
 
 
 def _install(described: Unit, flags: Mapping[str, Any], settings: Settings, *, yes: bool) -> None:

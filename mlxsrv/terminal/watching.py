@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from mlxsrv.arguments import command_arguments
+from mlxsrv.arguments import Arguments, command_arguments
 from mlxsrv.configuration import settings_from
 from mlxsrv.logs import sized
 from mlxsrv.options import SettingsError
@@ -17,17 +17,22 @@ from mlxsrv.terminal.screen import aligned
 
 def ps(arguments: Sequence[str]) -> None:
     """Print the models, requests and memory of a running server."""
+    flags = ps_arguments().read(arguments)
+    url, as_json = flags.pop("url"), flags.pop("json")
+    client = client_of(settings_from(flags), url)
+    state = client.health(verbose=True)
+    print(json.dumps(state, indent=2) if as_json else "\n".join(_lines(client.url, state)))
+
+
+def ps_arguments() -> Arguments:
+    """Make the parser of the command."""
     parser = command_arguments(
         "ps",
         "Show a running server: its models, running and waiting requests, and memory.",
     )
     parser.add_argument("--url", help="Address of the server, if not http://HOST:PORT.")
     parser.add_argument("--json", action="store_true", help="Print /health?verbose=1 as it is.")
-    flags = parser.read(arguments)
-    url, as_json = flags.pop("url"), flags.pop("json")
-    client = client_of(settings_from(flags), url)
-    state = client.health(verbose=True)
-    print(json.dumps(state, indent=2) if as_json else "\n".join(_lines(client.url, state)))
+    return parser
 
 
 def _lines(url: str, state: Mapping[str, Any]) -> Iterator[str]:
@@ -67,18 +72,22 @@ def _row(model: Mapping[str, Any]) -> tuple[str, ...]:
 
 def stop(arguments: Sequence[str]) -> None:
     """End the server that listens at this machine's port, as SIGTERM does."""
-    parser = command_arguments(
-        "stop",
-        "Stop the server of this user that listens on --port of this machine. Running requests "
-        "may finish, for at most its --shutdown-grace seconds.",
-    )
-    settings = settings_from(parser.read(arguments))
+    settings = settings_from(stop_arguments().read(arguments))
     if settings.port == 0:
         raise SettingsError("port 0 is any free one; give the --port of the server")
     process = _server_process(settings.port)
     print(f"Stopping the server on port {settings.port} (process {process.pid}).", flush=True)
     process.end_and_wait()
     print("It has stopped.")
+
+
+def stop_arguments() -> Arguments:
+    """Make the parser of the command."""
+    return command_arguments(
+        "stop",
+        "Stop the server of this user that listens on --port of this machine. Running requests "
+        "may finish, for at most its --shutdown-grace seconds.",
+    )
 
 
 def _server_process(port: int) -> ListeningProcess:

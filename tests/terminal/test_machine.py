@@ -224,6 +224,11 @@ tried mlxsrv --por
 tried mlxsrv ps --js
 tried mlxsrv run c
 tried mlxsrv service un
+tried mlxsrv connect codex c
+tried mlxsrv run --port 8000 c
+tried mlxsrv chat --log-level w
+tried mlxsrv --log-level = d
+tried mlxsrv --models-dir p
 """
 
 
@@ -236,13 +241,32 @@ def test_bash_completes_commands_options_and_words(run: Run) -> None:
         "--json",
         "codex claude",
         "uninstall",
+        "",
+        "codex claude",
+        "warning",
+        "debug",
+        "",
     ], tried.stderr
 
 
-@pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_the_script_of_a_shell_is_one_that_it_reads(run: Run, shell: str) -> None:
-    script = run("completion", shell).stdout
+@pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")
+def test_fish_completes_as_bash_does(run: Run) -> None:
+    script = run("completion", "fish").stdout
+    for line, completed in (
+        ("rec", ["recommend"]),
+        ("service un", ["uninstall"]),
+        ("connect codex clau", []),
+        ("chat --log-level w", ["warning"]),
+        ("ps --js", ["--json"]),
+    ):
+        tried = f"{script}complete -C 'mlxsrv {line}'"
+        done = subprocess.run(["fish", "-N", "-c", tried], capture_output=True, text=True)
+        assert [each.split("\t")[0] for each in done.stdout.splitlines()] == completed, line
+
+
+def test_the_script_of_zsh_is_one_that_it_reads(run: Run) -> None:
+    script = run("completion", "zsh").stdout
     assert "recommend" in script
-    assert "--prefill-chunk" in script or "-l prefill-chunk" in script
-    if program := shutil.which(shell):
+    assert "--prefill-chunk" in script
+    if program := shutil.which("zsh"):
         subprocess.run([program, "-n"], input=script, text=True, check=True)
