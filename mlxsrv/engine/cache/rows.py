@@ -21,6 +21,7 @@ class Rows:
 
     Attributes:
         lengths: how many tokens each row has seen.
+        longest, shortest: the most and the least of these.
         reached: the most tokens that each has had since the rows were set, those cut off included.
         changes: how many times the lengths have changed.
         fed: tokens of each row that the pass under way feeds; 0 before its first layer.
@@ -29,22 +30,17 @@ class Rows:
     def __init__(self, *, group_masks: bool = False) -> None:
         self._group_masks = group_masks
         self.lengths: list[int] = []
+        self.longest = self.shortest = 0  # each layer of each pass asks for them
         self.reached: list[int] = []
         self.changes = 0
         self.fed = 0
-        self._made: dict[tuple[object, ...], mx.array] = {}  # once for all layers of a pass
+        # Made once for all layers of a pass.
+        self._made: dict[tuple[object, ...], mx.array] = {}
+        self._offsets: dict[int, mx.array] = {}
         self._numbers = mx.arange(0)
 
     def __len__(self) -> int:
         return len(self.lengths)
-
-    @property
-    def longest(self) -> int:
-        return max(self.lengths)
-
-    @property
-    def shortest(self) -> int:
-        return min(self.lengths)
 
     def replace(self, lengths: Sequence[int]) -> None:
         """Set the lengths of other rows, in the order of their slots."""
@@ -62,14 +58,19 @@ class Rows:
 
     def _change(self, lengths: Sequence[int]) -> None:
         self.lengths, self.fed = list(lengths), 0
+        self.longest, self.shortest = max(self.lengths, default=0), min(self.lengths, default=0)
         self.changes += 1
         self._made.clear()
+        self._offsets.clear()
 
     # Arrays for the layers of a pass.
 
     def offset(self, more: int = 0) -> mx.array:
         """`(rows,)`: how many tokens each row has seen, and so many `more`."""
-        return self._once(("offset", more), lambda: mx.array([n + more for n in self.lengths]))
+        found = self._offsets.get(more)
+        if found is None:
+            found = self._offsets[more] = mx.array([length + more for length in self.lengths])
+        return found
 
     def columns(self, tokens: int, free: int) -> mx.array:
         """The columns of each row's next tokens, `(rows + free, 1, tokens, 1)`. The `free` slots

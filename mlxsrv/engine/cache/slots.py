@@ -57,7 +57,8 @@ class Slots(LayerCache, BatchLayer):
     @property
     def offset(self) -> mx.array:
         """`(rows,)`: how many tokens each has seen."""
-        return self._rows.offset(self._fed)
+        rows = self._rows
+        return rows.offset(rows.fed if self._written == rows.changes else 0)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Add keys and values `(rows, heads, tokens, head size)`. Returns all keys and all values.
@@ -65,10 +66,12 @@ class Slots(LayerCache, BatchLayer):
         Raises:
             RuntimeError: the arrays have too few columns.
         """
-        self._require_room(keys.shape[2])
-        self._rows.fed, self._written = keys.shape[2], self._rows.changes
+        rows, tokens = self._rows, keys.shape[2]
+        columns = self._require_room(tokens)
+        rows.fed, self._written = tokens, rows.changes
         self.keys, self.values = self._add(self.keys, keys), self._add(self.values, values)
-        return self.keys_and_values()
+        slots = len(rows.lengths)
+        return self._cut(self.keys, slots, columns), self._cut(self.values, slots, columns)
 
     def keys_and_values(self) -> tuple[Any, Any]:
         slots, columns = len(self._rows), self._held(self._rows.longest + self._fed)
@@ -199,10 +202,13 @@ class Slots(LayerCache, BatchLayer):
         """The room of this layer's arrays, if rows have this `room`."""
         return Room(room.slots, self._held(room.columns))
 
-    def _require_room(self, tokens: int) -> None:
+    def _require_room(self, tokens: int) -> int:
+        """The columns of the rows with so many tokens more. Raises RuntimeError if the arrays have
+        fewer."""
         columns = self._held(self._rows.longest + tokens)
         if columns > self._room.columns:
             raise RuntimeError(f"{columns} tokens of a row in {self._room.columns} columns")
+        return columns
 
     def _add(self, arrays: Any, new: mx.array) -> Any:
         """Keys or values, and new ones `(rows, heads, tokens, size)`."""
@@ -217,7 +223,7 @@ class Slots(LayerCache, BatchLayer):
         rows, tokens = self._rows, new.shape[2]
         if rows.shortest == rows.longest:
             first = self._place(rows.longest)
-            array[: len(rows), :, first : first + tokens] = new
+            array[: len(rows.lengths), :, first : first + tokens] = new
             return array
         return self._scatter(array, new)
 
@@ -269,10 +275,10 @@ class RingSlots(Slots):
     def _held(self, tokens: int) -> int:
         return min(tokens, self._size)
 
-    def _require_room(self, tokens: int) -> None:
+    def _require_room(self, tokens: int) -> int:
         if tokens > 1:
             raise RuntimeError(f"{tokens} tokens at once for a layer with a window")
-        super()._require_room(tokens)
+        return super()._require_room(tokens)
 
     def _place(self, token: int) -> int:
         first, size = self._first, self._size
