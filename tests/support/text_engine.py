@@ -262,6 +262,3 @@ class Always(SpeculationController):
 
     def saw_reading(self, tokens: int, seconds: float) -> None:
         """Nothing to find out."""
-
-    def bound(self, limit: int) -> int:
-        return limit

@@ -302,11 +302,9 @@ class Decoder:
         ]
         if not any(counts):
             self.run_step(results)
-        elif isinstance(proposals[0], int):
-            if self._draft is None or len(self.rows) != 1:
-                raise RuntimeError("a draft model proposes to a row that is alone")
-            proposed = self._draft.propose(self.rows[0], self._inputs, counts[0])
-            self._verify(proposed[None], counts, results)
+        elif self._draft is not None and isinstance(proposals[0], int):
+            proposed = self._draft.propose(self.rows, self._inputs, counts)
+            self._verify(proposed, counts, results)
             self._draft.cut_to_text()
         else:
             most = max(counts)

@@ -74,12 +74,14 @@ class Draft:
             mx.eval([layer.state for layer in self._cache])
             self._read += len(part)
 
-    def propose(self, row: LiveRow, inputs: mx.array, count: int) -> mx.array:
-        """Launch the drawing of `(count,)` tokens to follow the row's text and `inputs` `(1,)`.
+    def propose(self, rows: Sequence[LiveRow], inputs: mx.array, counts: Sequence[int]) -> mx.array:
+        """Launch the drawing of tokens `(rows, most)` to follow the rows' texts and their `inputs`
+        `(rows,)`. It can be asked for those of one row only.
 
         What is not read of the text is read on the way. The KV cache then holds all tokens but the
         last one; `cut_to_text` cuts it back to the row's text.
         """
+        [row], [count] = rows, counts
         if row is not self._row:
             self.follow(row, 0)
         unread = self._unread()
@@ -92,7 +94,7 @@ class Draft:
             launch(fed)
             proposals.append(fed)
         self._read += len(unread) + count
-        return mx.concatenate(proposals)
+        return mx.concatenate(proposals)[None]
 
     def cut_to_text(self) -> None:
         """Cut the KV cache back to the row's text, which has grown by the accepted tokens."""

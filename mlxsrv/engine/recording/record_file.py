@@ -24,7 +24,7 @@ from mlxsrv.engine.scheduling.scheduler import Received
 from mlxsrv.generation.outputs import Vectors
 from mlxsrv.generation.parameters import Sampling
 
-FORMAT = 5
+FORMAT = 6
 _GZIP = b"\x1f\x8b"
 
 Number = int | float | bool | None

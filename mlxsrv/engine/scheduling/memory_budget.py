@@ -40,7 +40,7 @@ from mlxsrv.engine.scheduling.row import Row, RowState
 from mlxsrv.engine.scheduling.row_memory import Forecast, RowMemory
 
 _NEXT = 2  # tokens of each row that are reserved: of the next step, and one more to end with
-_ROUND = MOST + 2  # the same where tokens are proposed
+_PROPOSED = MOST + 2  # the same where tokens are proposed
 _FORESIGHT = 64  # tokens before which memory is asked for: steps enough for an answer
 
 # What is counted.
@@ -49,7 +49,7 @@ _LEAST = Growth(_NEXT, Fit.EXACT)
 _LAST = Growth(1, Fit.EXACT)
 _SOON = Growth(_NEXT + _FORESIGHT, Fit.EXACT)
 _GROWN = Growth(STEP + _NEXT, Fit.EXACT)  # reserved for all rows when a text is read
-_AMPLE = Growth(_FORESIGHT + _ROUND, beyond_limits=True)
+_AMPLE = Growth(_FORESIGHT + _PROPOSED, beyond_limits=True)
 _AMPLE_WITH_MORE = Growth(STEP + _NEXT, beyond_limits=True)
 
 _FITS = tuple(Fit)
@@ -341,7 +341,7 @@ class MemoryBudget:
         fit = next(
             (fit for fit in _FITS if found.bytes_after(Growth(_NEXT, fit)) <= left), Fit.EXACT
         )
-        taken = found.bytes_after(Growth(_ROUND, fit, beyond_limits=True))
+        taken = found.bytes_after(Growth(_PROPOSED, fit, beyond_limits=True))
         for model in self._models:
             model.groups.fit, model.proposals_fit = fit, taken <= left
         self.free = left - (taken if taken <= left else found.bytes_after(Growth(_NEXT, fit)))

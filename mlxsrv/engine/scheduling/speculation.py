@@ -94,7 +94,7 @@ class Speculation:
         begin, unread = self.proposer.find_unread(row)
         if not unread or not controller.affords(unread):
             return None
-        return row, begin, min(unread, controller.bound(limit))
+        return row, begin, min(unread, limit)
 
     def _may_propose(self, rows: Sequence[Row]) -> bool:
         fits = 0 < len(rows) <= self.proposer.most_rows and self.proposer.fits

@@ -28,7 +28,7 @@ _TIME_AGAIN = 64  # speculative steps, after which plain ones are timed anew: te
 _SHARE = 0.03  # of the time of plain steps: the most that is lost where proposals do not help
 _PROBE = 4.0  # steps' time that may be lost before speculation is given up
 _MOST_CREDIT = 512.0  # steps' time
-_READING = 1 / 64  # steps' time in which the proposer reads a token, until it is known
+_READING = 1 / 64  # steps' time in which the proposer is thought to read a token, at first
 
 
 class _Chance:
@@ -93,7 +93,7 @@ class SpeculationController:
         self._times = _Times()
         self._proposals = _Chance()  # that one holds, where those before it do
         self._inputs = _Chance()  # that a row's next input is guessed rightly
-        self._reading: float | None = None  # steps' time in which the proposer reads a token
+        self._reading = _READING  # steps' time in which the proposer reads a token
         self._credit = 2 * _PROBE  # steps' time: for the first steps, and to read a text for them
         self._price = _PROBE  # credit with which speculation begins
         self._balance = 0.0  # steps' time that it has won of late
@@ -106,12 +106,8 @@ class SpeculationController:
             return False
         price = 0.0 if self.on else self._price
         if unread > MOST_UNREAD:
-            price += unread * (_READING if self._reading is None else self._reading)
+            price += unread * self._reading
         return self._credit >= price
-
-    def bound(self, limit: int) -> int:
-        """Return how many of `limit` tokens may be read at once: few, until it is timed."""
-        return min(limit, MOST_UNREAD) if self._reading is None else limit
 
     def choose(self, found: Sequence[int], *, known: bool = True) -> int:
         """Return how many tokens to propose to a row at most; 0 if a plain step promises more.
@@ -153,8 +149,7 @@ class SpeculationController:
     def saw_reading(self, tokens: int, seconds: float) -> None:
         """Learn from the proposer's reading so many tokens."""
         steps = seconds / self._plain
-        known = steps / tokens if self._reading is None else self._reading
-        self._reading = (known + steps / tokens) / 2
+        self._reading = (self._reading + steps / tokens) / 2
         self._earn(-steps)
 
     def saw_speculative_step(

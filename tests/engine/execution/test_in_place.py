@@ -130,7 +130,7 @@ def test_a_row_that_has_lent_its_beginning_is_written_in_place(models: Any) -> N
     assert_steps_write_in_place(driver, kept)
 
 
-def test_rounds_of_proposals_write_in_place(models: Any) -> None:
+def test_speculative_steps_of_proposals_write_in_place(models: Any) -> None:
     driver = Driver(models("qwen3"), draft=models("qwen3"))
     driver.admit(0, prompt(0))
     driver.read(0)

@@ -18,7 +18,9 @@ from tests.support.tiny import write_model
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=0.8, seed=7)])
 @pytest.mark.parametrize("draft", ["itself", "another"])
-def test_rounds_and_steps_give_one_text(models: Any, draft: str, sampling: Sampling) -> None:
+def test_speculative_steps_and_steps_give_one_text(
+    models: Any, draft: str, sampling: Sampling
+) -> None:
     model = models("qwen3")
     driver = Driver(model, draft=model if draft == "itself" else models("llama"))
     assert driver.runner.facts.drafts
@@ -58,7 +60,7 @@ def _check_lengths(driver: Driver, row: int) -> None:
     assert draft._cache[0].size() == draft._read <= length
 
 
-def test_a_constraint_that_wakes_up_in_a_round_binds_the_next_token(models: Any) -> None:
+def test_a_constraint_that_wakes_up_in_a_speculative_step_binds_the_next_token(models: Any) -> None:
     for proposals in ((0,), (4,)):
         driver = Driver(models("qwen3"), draft=models("qwen3"))
         driver.admit(0, prompt(0), Parity(asleep=8))

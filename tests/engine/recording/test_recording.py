@@ -12,7 +12,7 @@ import pytest
 from mlxsrv.engine.orders import Embed, Job
 from mlxsrv.engine.outcomes import Fault
 from mlxsrv.engine.plans import Decode, EmbedSlice, WorkItem
-from mlxsrv.engine.recording.record_file import RecordError, RecordReader
+from mlxsrv.engine.recording.record_file import FORMAT, RecordError, RecordReader
 from mlxsrv.engine.recording.replay import replay_record
 from mlxsrv.engine.scheduling.groups import Groups
 from mlxsrv.errors import ServeError
@@ -141,7 +141,7 @@ def test_a_file_that_is_no_record_is_refused(tmp_path: Path) -> None:
         "": "is no record",
         "hello\n": "is no record",
         '{"type":"orders","orders":[]}\n': "is no record",
-        lines[0].decode().replace('"format":5', '"format":99'): "has format 99",
+        lines[0].decode().replace(f'"format":{FORMAT}', '"format":99'): "has format 99",
         lines[0].decode() + "hello\n": "line 2",
     }
     for text, reported in wrong.items():

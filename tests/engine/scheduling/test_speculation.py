@@ -29,11 +29,11 @@ FILE = tuple(range(10, 60))
 
 
 class Eager(SpeculationController):
-    """Finds rounds worth it from the start, with three proposals."""
+    """Finds proposals worth it from the start, with three proposals."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.rounds: list[tuple[Any, ...]] = []
+        self.steps: list[tuple[Any, ...]] = []
 
     def affords(self, unread: int) -> bool:
         return True
@@ -42,13 +42,13 @@ class Eager(SpeculationController):
         return min(3, max(found))
 
     def saw_speculative_step(self, *args: Any, **more: Any) -> None:
-        self.rounds.append(args)
+        self.steps.append(args)
 
     def saw_inputs(self, *args: Any) -> None:
-        self.rounds.append(("inputs", *args))
+        self.steps.append(("inputs", *args))
 
     def saw_delay(self, seconds: float) -> None:
-        self.rounds.append(("delay", seconds))
+        self.steps.append(("delay", seconds))
 
 
 def make_row(number: int, *tail: int, max_tokens: int = 99, **more: Any) -> Row:
@@ -75,7 +75,7 @@ def test_nothing_is_planned_where_no_text_repeats_itself() -> None:
     assert Speculation(Lookup(), Eager).propose([make_row(1, 99), make_row(2, 98)]) == ()
 
 
-def test_behind_a_round_the_next_input_is_known() -> None:
+def test_behind_a_speculative_step_the_next_input_is_known() -> None:
     rows = [make_row(1, 1, 12, 13, 14, 15), make_row(2, 99)]
     speculation = Speculation(Lookup(), Eager)
     assert speculation.propose(rows) == ((16, 17, 18, 19), ())
@@ -101,7 +101,7 @@ def test_behind_a_round_the_next_input_is_known() -> None:
     assert speculation.propose(rows) == ((43, 44, 45), ())
 
 
-def test_what_a_round_has_won_is_counted_for_all_rows() -> None:
+def test_what_a_speculative_step_has_won_is_counted_for_all_rows() -> None:
     controllers: list[Eager] = []
 
     def make() -> Eager:
@@ -119,9 +119,9 @@ def test_what_a_round_has_won_is_counted_for_all_rows() -> None:
     speculation.propose(rows[:1])
     speculation.saw_step(reported(accepted={1: 1}), None, plain=True)
     # Inputs that were right, and those that were guessed; what was proposed to rows whose input was
-    # right and what held, rows, seconds. Behind a round a plain step has no time of its own. A
-    # wrong guess costs what the step takes longer than others, so all of its time is counted.
-    assert [each.rounds for each in controllers] == [
+    # right and what held, rows, seconds. Behind a speculative step a plain step has no time of its
+    # own. A wrong guess costs what the step takes longer than others, so all its time is counted.
+    assert [each.steps for each in controllers] == [
         [
             ("inputs", 2, 2),
             ([3, 3], [3, 0], 3, 2.0),
@@ -134,7 +134,7 @@ def test_what_a_round_has_won_is_counted_for_all_rows() -> None:
     assert speculation.counters() == {"speculating": 0, "drafted": 9, "accepted": 4}
 
 
-def test_a_round_behind_a_round_takes_all_the_time_since() -> None:
+def test_a_speculative_step_behind_another_takes_all_the_time_since() -> None:
     """Behind a plain step what is left of that step is not its own."""
     controller = Eager()
     speculation, row = Speculation(Lookup(), lambda: controller), make_row(1, 1, 12, 13, 14, 15)
@@ -154,7 +154,7 @@ def test_a_round_behind_a_round_takes_all_the_time_since() -> None:
     speculation.saw_step(
         Outcome(5.0, 6.0, Decoded(waited=5.5, accepted={1: 3}, following={1: 28})), None, plain=True
     )
-    seconds = [each[-1] for each in controller.rounds if each[0] != "inputs"]
+    seconds = [each[-1] for each in controller.steps if each[0] != "inputs"]
     assert seconds == pytest.approx([1.2, 1.5, 0.5])
 
 
@@ -279,7 +279,7 @@ def test_whatever_is_proposed_each_row_gets_its_own_tokens(
         assert isinstance(job, Job)
         assert log.tokens == [device.draw(job, place) for place in range(len(log.tokens))]
         if log.failed is not None:
-            assert waking, "a fault of a round has ended a row"
+            assert waking, "a fault of a speculative step has ended a row"
         elif not log.cancelled:
             assert len(log.tokens) == length or log.tokens[-1] in job.end_tokens
     assert bench.runner.empty
@@ -300,5 +300,5 @@ def test_lookup_goes_on_behind_a_fault() -> None:
 
     assert answer(1, 2) == 1, "rows that were in a fault are decoded plainly"
     device.faults = 0.0
-    assert answer(3, 4) == 0, "a fault is as bad as a round that was slow"
+    assert answer(3, 4) == 0, "a fault is as bad as a step that was slow"
     assert sum(answer(n, n + 1) for n in range(5, 15, 2)) > 10

@@ -29,7 +29,7 @@ def simulate(
         count = 0
         if controller.affords(unread):
             if unread > 16:
-                read = controller.bound(min(unread, 64))
+                read = min(unread, 64)
                 controller.saw_reading(read, reading * read)
                 unread -= read
                 seconds += reading * read
@@ -80,7 +80,7 @@ def test_what_does_not_help_costs_little(
 def play(
     controller: SpeculationController, rounds: int, second: float = 1.0, proposal: float = 0.1
 ) -> list[int]:
-    """Do so many rounds in which all proposals hold. Returns their sizes."""
+    """Do so many steps in which all proposals hold. Returns their sizes."""
     sizes: list[int] = []
     for _ in range(rounds):
         assert controller.affords(0)
@@ -97,13 +97,15 @@ def make_timed() -> SpeculationController:
     return controller
 
 
-def test_longer_rounds_are_tried_although_the_first_are_no_faster_than_plain_steps() -> None:
+def test_longer_speculative_steps_are_tried_although_the_first_are_no_faster_than_plain_steps() -> (
+    None
+):
     controller = make_timed()
     assert play(controller, 5, second=3.0) == [2, 4, 8, 8, 8]
     assert controller.on
 
 
-def test_rounds_are_as_long_as_their_times_make_worth_while() -> None:
+def test_speculative_steps_are_as_long_as_their_times_make_worth_while() -> None:
     """A proposal to each of 4 rows takes as long as a step. Where they hold mostly, a few are best;
     where only one row has any, none are."""
     controller = make_timed()
@@ -122,8 +124,8 @@ def test_rounds_are_as_long_as_their_times_make_worth_while() -> None:
     assert controller.choose([2, 2, 2, 2]) == 2
 
 
-def test_now_and_then_a_round_has_a_proposal_more_than_is_best() -> None:
-    """From rounds of one size nobody can tell what others take."""
+def test_now_and_then_a_speculative_step_has_a_proposal_more_than_is_best() -> None:
+    """From steps of one size nobody can tell what others take."""
     controller, sizes = make_timed(), []
     for _ in range(40):
         sizes.append(controller.choose([8, 1, 1, 1]))
@@ -142,7 +144,7 @@ def test_a_proposal_behind_an_input_that_is_guessed_is_worth_less() -> None:
     assert controller.choose([1], known=False) == 0
 
 
-def test_times_of_rounds_that_promise_too_little_are_forgotten_after_a_while() -> None:
+def test_times_of_speculative_steps_that_promise_too_little_are_forgotten_after_a_while() -> None:
     """They may have been those of a machine that something else had."""
     controller = make_timed()
     assert play(controller, 1, second=4.0) == [2]
@@ -151,7 +153,7 @@ def test_times_of_rounds_that_promise_too_little_are_forgotten_after_a_while() -
 
 
 def test_plain_steps_are_timed_anew_now_and_then() -> None:
-    """They get slower with the text, and rounds with them, which are no worse for it."""
+    """They get slower with the text, and speculative ones with them, which are no worse for it."""
     controller, second = SpeculationController(), 1.0
     for _ in range(4):
         controller.saw_plain_step(second)
@@ -182,7 +184,7 @@ def test_reading_long_prompts_for_short_answers_costs_little() -> None:
     assert sum(rows) < 2000 / 0.95
 
 
-def test_reading_prompts_is_paid_by_what_rounds_save() -> None:
+def test_reading_prompts_is_paid_by_what_speculation_saves() -> None:
     controller = SpeculationController()
     rows = [
         simulate(controller, 300, chance=0.9, pass_of=flat, proposal=0.1, unread=500, reading=0.02)
@@ -212,7 +214,7 @@ def test_what_helps_is_used(
 
 
 @pytest.mark.parametrize("delay", [0.1, 0.5, 1.0])
-def test_rounds_that_come_to_nothing_cost_little(delay: float) -> None:
+def test_speculative_steps_that_come_to_nothing_cost_little(delay: float) -> None:
     controller = SpeculationController()
     tokens, seconds = 20_000, 0.0
     for _ in range(tokens):
@@ -236,7 +238,7 @@ def test_a_wrong_guess_that_costs_no_time_is_no_loss() -> None:
     assert controller.affords(0)
 
 
-def test_a_round_that_fails_ends_rounds_for_a_while() -> None:
+def test_a_speculative_step_that_fails_ends_speculation_for_a_while() -> None:
     controller = SpeculationController()
     for _ in range(10):
         controller.saw_plain_step(1.0)

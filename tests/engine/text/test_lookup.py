@@ -46,7 +46,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 class Eager(SpeculationController):
-    """Finds rounds worth it most of the time, with as many proposals as the dice say."""
+    """Finds proposals worth it most of the time, with as many proposals as the dice say."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -235,7 +235,9 @@ def test_one_pass_checks_what_is_proposed_to_several_groups(
     assert len(accepted) > 3, "tokens were accepted while there were several groups"
 
 
-def test_a_row_that_is_cancelled_between_rounds_is_gone_and_others_go_on(models: Any) -> None:
+def test_a_row_that_is_cancelled_between_speculative_steps_is_gone_and_others_go_on(
+    models: Any,
+) -> None:
     model = models("qwen3")
     jobs = [job(i, prompt, 50) for i, prompt in enumerate(prompts(3, seed=4))]
     answers = plainly(model, jobs)
@@ -254,7 +256,7 @@ def test_a_row_that_is_cancelled_between_rounds_is_gone_and_others_go_on(models:
 
 
 @pytest.mark.parametrize("ends", ["end token", "max_tokens"])
-def test_a_row_that_ends_within_a_round_leaves_its_cache_as_it_should_be(
+def test_a_row_that_ends_within_a_speculative_step_leaves_its_cache_as_it_should_be(
     models: Any, ends: str
 ) -> None:
     model = models("qwen3")
@@ -284,7 +286,9 @@ def test_a_row_that_ends_within_a_round_leaves_its_cache_as_it_should_be(
 
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.slow
-def test_rounds_of_rows_whose_constraints_wake_up(models: Any, sampling: Sampling) -> None:
+def test_speculative_steps_of_rows_whose_constraints_wake_up(
+    models: Any, sampling: Sampling
+) -> None:
     model = models("qwen3")
     jobs = [job(i, prompt, 40, sampling=sampling) for i, prompt in enumerate(prompts(4, seed=6))]
     answers: dict[int, list[int]] = {}
@@ -345,7 +349,7 @@ class Refusing:
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_an_error_of_a_round_costs_nobody_a_token(models: Any, rows: int) -> None:
+def test_an_error_of_a_speculative_step_costs_nobody_a_token(models: Any, rows: int) -> None:
     model = Refusing(models("qwen3"))
     jobs = [job(i, p, 40) for i, p in enumerate(prompts(2 * rows, seed=9, low=20, high=30))]
     answers = plainly(model, jobs)

@@ -177,7 +177,9 @@ def test_the_text_is_that_of_plain_steps(
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("max_rows", often([1, 3], [3]))
 @pytest.mark.slow
-def test_rows_join_and_leave_between_rounds(models: Any, max_rows: int, sampling: Sampling) -> None:
+def test_rows_join_and_leave_between_speculative_steps(
+    models: Any, max_rows: int, sampling: Sampling
+) -> None:
     model = models("qwen3")
     lengths = [*(random.Random(i).randint(1, 30) for i in range(7)), 80]
     jobs = [  # the last one is alone for a while, in which it is speculated for
@@ -190,7 +192,7 @@ def test_rows_join_and_leave_between_rounds(models: Any, max_rows: int, sampling
         assert drawn[asked.id] == plainly(model, asked)
 
 
-def test_a_row_cancelled_between_rounds_is_gone_and_others_go_on(models: Any) -> None:
+def test_a_row_cancelled_between_speculative_steps_is_gone_and_others_go_on(models: Any) -> None:
     model = models("qwen3")
     first, second = prompts(2, seed=3, low=70, high=80)
     engine = make(model, models("qwen3", "perturbed"), cache_bytes=CACHE_BYTES)
@@ -210,7 +212,7 @@ def test_a_row_cancelled_between_rounds_is_gone_and_others_go_on(models: Any) ->
 
 
 @pytest.mark.parametrize("ends", ["end token", "max_tokens"])
-def test_a_row_that_ends_within_a_round_leaves_its_cache_as_it_should_be(
+def test_a_row_that_ends_within_a_speculative_step_leaves_its_cache_as_it_should_be(
     models: Any, ends: str
 ) -> None:
     model = models("qwen3")
@@ -231,12 +233,12 @@ def test_a_row_that_ends_within_a_round_leaves_its_cache_as_it_should_be(
     assert_greedy(model, follow_up, [event.id for event in tokens_of(heard)], 30)
 
 
-def test_no_round_behind_a_token_that_ends_the_row(models: Any) -> None:
+def test_no_speculative_step_behind_a_token_that_ends_the_row(models: Any) -> None:
     model = models("qwen3")
     [prompt] = prompts(1, seed=4)
     expected = solo(model, prompt)
     place = next(i for i in range(4, 30) if expected[i] not in expected[:i])
-    # The first round draws all tokens before the end, and with them the end as its next input.
+    # The first one draws all tokens before the end, and with them the end as its next input.
     engine = make(model, models("qwen3"), controller=Always(place - 1))
     engine.submit(job(0, prompt, end_tokens=frozenset({expected[place]})))
     assert run(engine)[0] == expected[: place + 1]
@@ -324,7 +326,7 @@ def test_rows_that_need_a_look_at_every_token_are_decoded_plainly(
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("kind", often(["itself", "perturbed"], ["perturbed"]))
 @pytest.mark.slow
-def test_a_round_ends_where_a_dormant_constraint_wakes_up(
+def test_a_speculative_step_ends_where_a_dormant_constraint_wakes_up(
     models: Any, kind: str, sampling: Sampling
 ) -> None:
     model = models("qwen3")
