@@ -46,14 +46,12 @@ class Proposer:
         0 if there are so few that it reads them on the way."""
         return 0, 0
 
-    def saw_reading(self, row: Row, begin: int, tokens: int) -> None:
-        """Note that so many tokens of the row's text were read, behind the first `begin`."""
+    def saw_reading(self, row: Row | None, begin: int, tokens: int) -> None:
+        """Note that so many tokens of the row's text were read, behind the first `begin`; None if
+        the row has ended meanwhile, so that its text is gone."""
 
     def saw_step(self, proposed: Mapping[int, int], accepted: Mapping[int, int]) -> None:
         """Note how many tokens were proposed to rows and how many accepted, by their ids."""
-
-    def forget(self) -> None:
-        """Note that what was read is of no use any more."""
 
     @property
     def cache_bytes(self) -> int:
@@ -111,7 +109,7 @@ class DraftModel(Proposer):
             begin = common_prefix(self._row.text[: self._read], row.text[:-1])
         return begin, row.length - begin
 
-    def saw_reading(self, row: Row, begin: int, tokens: int) -> None:
+    def saw_reading(self, row: Row | None, begin: int, tokens: int) -> None:
         self._row, self._read = row, begin + tokens
         self._room = max(self._room, self._read) if begin else tokens
 
@@ -121,9 +119,6 @@ class DraftModel(Proposer):
         # It was fed the row's input and all proposals but the last, and then cut back.
         self._read = self._row.length - (held == count)
         self._room = max(self._room, self._row.length + count)
-
-    def forget(self) -> None:
-        self._row, self._read = None, 0
 
     @property
     def cache_bytes(self) -> int:
@@ -135,8 +130,7 @@ class DraftModel(Proposer):
     def evict(self) -> int:
         bytes = self.cache_bytes
         self.evicted |= bytes > 0
-        self._room = 0
-        self.forget()
+        self._row, self._room = None, 0
         return bytes
 
     def _measure(self, tokens: int) -> int:

@@ -36,10 +36,9 @@ class Speculation:
     ) -> None:
         self.proposer = proposer
         self._controllers = defaultdict[int, SpeculationController](make_controller)  # by rows
-        self._controller: SpeculationController | None = None  # that was asked last
         self._drafted = self._accepted = 0
         # Of the last plan.
-        self._allowed = False  # tokens may be proposed to the rows
+        self._controller: SpeculationController | None = None  # None: nothing may be proposed
         self._rows = 0
         self._asked: dict[int, int] = {}  # proposals by row
         self._guessed = 0  # inputs
@@ -60,9 +59,8 @@ class Speculation:
     def propose(self, rows: Sequence[Row]) -> tuple[Proposal, ...]:
         """The proposals of a `Decode` of all rows; empty where a plain step is better, or the only
         way. `rows` is empty if nothing may be proposed to them together."""
-        self._asked = {}
-        self._allowed = self._may_propose(rows)
-        if not self._allowed:
+        self._asked, self._controller = {}, None
+        if not self._may_propose(rows):
             return ()
         controller = self._controller = self._controllers[len(rows)]
         if not controller.affords(0):
@@ -131,7 +129,7 @@ class Speculation:
         assert isinstance(done, Decoded)
         if self._asked:
             self._saw_proposals(done, before, ended)
-        elif self._allowed and plain and before is not None and self._controller is not None:
+        elif self._controller is not None and plain and before is not None:
             self._controller.saw_plain_step(ended - before)
         self._bound, self._inputs = frozenset(done.bound), done.following
 
@@ -157,9 +155,6 @@ class Speculation:
 
     def saw_reading(self, row: Row | None, begin: int, tokens: int, outcome: Outcome) -> None:
         """Learn from the proposer's reading; `row` is None if it has ended meanwhile."""
-        if row is None:
-            self.proposer.forget()  # its text is gone
-            return
         self.proposer.saw_reading(row, begin, tokens)
         done = outcome.done
         waited = done.waited if isinstance(done, DraftRead) else outcome.began
@@ -168,6 +163,5 @@ class Speculation:
     def saw_fault(self) -> None:
         """Note that a step has failed."""
         self._inputs = {}
-        self.proposer.forget()
         if self._asked and self._controller is not None:
-            self._controller.saw_fault()
+            self._controller.give_up()

@@ -186,10 +186,6 @@ class SpeculationController:
         self._fade()
         self._win(max(min(1 - seconds / self._plain, 1.0), -1.0))
 
-    def saw_fault(self) -> None:
-        """Learn that a speculative step has failed."""
-        self._give_up()
-
     def _fade(self) -> None:
         self._proposals.fade()
         self._inputs.fade()
@@ -200,9 +196,10 @@ class SpeculationController:
         if self._balance == 2 * _PROBE:
             self._price = _PROBE
         elif self._balance < -_PROBE:
-            self._give_up()
+            self.give_up()
 
-    def _give_up(self) -> None:
+    def give_up(self) -> None:
+        """Have plain steps for a while: speculation has cost too much, or a step has failed."""
         self.on = False
         self._price = min(2 * self._price, _MOST_CREDIT)
         self._credit = min(self._credit, 0.0)

@@ -244,6 +244,6 @@ def test_a_speculative_step_that_fails_ends_speculation_for_a_while() -> None:
         controller.saw_plain_step(1.0)
     assert controller.affords(0)
     controller.choose([8])
-    controller.saw_fault()
+    controller.give_up()
     assert not controller.on
     assert not controller.affords(0)
