@@ -105,8 +105,7 @@ class DraftModel(Proposer):
             if row.length - begin <= MOST_UNREAD:
                 return begin, 0
         elif self._row is not None:
-            # At least one token is left, for a reading of none has no time to learn from.
-            begin = common_prefix(self._row.text[: self._read], row.text[:-1])
+            begin = common_prefix(self._row.text[: self._read], row.text)
         return begin, row.length - begin
 
     def saw_reading(self, row: Row | None, begin: int, tokens: int) -> None:

@@ -34,11 +34,13 @@ class Eager(SpeculationController):
     def __init__(self) -> None:
         super().__init__()
         self.steps: list[tuple[Any, ...]] = []
+        self.known: list[bool] = []
 
     def affords(self, unread: int) -> bool:
         return True
 
     def choose(self, found: Sequence[int], *, known: bool = True) -> int:
+        self.known.append(known)
         return min(3, max(found))
 
     def saw_speculative_step(self, *args: Any, **more: Any) -> None:
@@ -76,8 +78,8 @@ def test_nothing_is_planned_where_no_text_repeats_itself() -> None:
 
 
 def test_behind_a_speculative_step_the_next_input_is_known() -> None:
-    rows = [make_row(1, 1, 12, 13, 14, 15), make_row(2, 99)]
-    speculation = Speculation(Lookup(), Eager)
+    rows, controller = [make_row(1, 1, 12, 13, 14, 15), make_row(2, 99)], Eager()
+    speculation = Speculation(Lookup(), lambda: controller)
     assert speculation.propose(rows) == ((16, 17, 18, 19), ())
     for token in [16, 17, 18, 19]:
         rows[0].draw(token)
@@ -99,6 +101,7 @@ def test_behind_a_speculative_step_the_next_input_is_known() -> None:
     rows[0].draw(42)
     speculation.saw_step(reported(), None, plain=True)
     assert speculation.propose(rows) == ((43, 44, 45), ())
+    assert controller.known == [False, True, False]
 
 
 def test_what_a_speculative_step_has_won_is_counted_for_all_rows() -> None:
