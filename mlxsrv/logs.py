@@ -61,7 +61,7 @@ def configure(level: str, form: str) -> None:
         form: "text" or "json".
     """
     handler = _BesideBars(sys.stderr)
-    text = TextFormatter(colours=has_colours(sys.stderr))
+    text = TextFormatter(colours=has_colours(sys.stderr), dated=not sys.stderr.isatty())
     handler.setFormatter(JsonFormatter() if form == "json" else text)
     root = logging.getLogger()
     root.handlers = [handler]
@@ -128,14 +128,20 @@ class TextFormatter(logging.Formatter):
 
     Args:
         colours: for a terminal: warnings and errors stand out, times and fields stand back.
+        dated: for a file, which is read later or elsewhere: times have their date and offset.
     """
 
-    def __init__(self, *, colours: bool = False) -> None:
+    def __init__(self, *, colours: bool = False, dated: bool = False) -> None:
         super().__init__()
         self._colours = colours
+        self._dated = dated
 
     def format(self, record: logging.LogRecord) -> str:
-        time = datetime.fromtimestamp(record.created).strftime("%H:%M:%S.%f")[:-3]
+        local = datetime.fromtimestamp(record.created)
+        if self._dated:
+            time = local.astimezone().isoformat(timespec="milliseconds")
+        else:
+            time = local.strftime("%H:%M:%S.%f")[:-3]
         fields = getattr(record, _FIELDS, {})
         text = " ".join(f"{name}={_plain(value)}" for name, value in fields.items())
         level = f"{record.levelname.lower():<7}"

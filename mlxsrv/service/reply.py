@@ -385,7 +385,7 @@ class Reply:
         self._give_back()
         self._forget(self)
         if self._disconnected:
-            self._log_failure(logging.INFO, "disconnected", "its client went away")
+            log(_log, logging.INFO, "client left", **self._log_fields(), tokens=self._tokens)
         self._log_end()
 
     @property
@@ -440,9 +440,13 @@ class Reply:
         )
 
     def _log_failure(self, level: int, code: str, cause: str) -> None:
-        tokens = sum(choice.sampled + choice.waiting_tokens for choice in self._choices)
         fields = self._log_fields()
-        log(_log, level, "stream error", **fields, code=code, cause=cause, tokens=tokens)
+        log(_log, level, "stream error", **fields, code=code, cause=cause, tokens=self._tokens)
+
+    @property
+    def _tokens(self) -> int:
+        """The tokens so far, those that the client has not read included."""
+        return sum(choice.sampled + choice.waiting_tokens for choice in self._choices)
 
     def _log_faults(self, choice: Choice) -> None:
         """Log what was wrong with a choice and its tool calls, if anything was."""

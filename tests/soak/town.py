@@ -172,6 +172,6 @@ def _enter(book: Book, line: dict[str, Any]) -> None:
             book.begun[line["request"]] += 1
         case "stream end":
             book.ended[line["request"]] += 1
-    # "stream error" tells of clients that left, too, and those at a level that is no error.
+    # "stream error" tells of time limits, too, at a level that is no error.
     if "traceback" in line or line.get("level") in ("error", "critical"):
         book.bad.append(line)

@@ -26,6 +26,9 @@ from tests.support.warm import WarmProcess, WarmStart
 PATIENCE = 60.0
 """Seconds that a test waits for anything, on a machine that may be busy."""
 
+DATED = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}[+-]\d\d:\d\d \w+ "
+"""A regular expression for the beginning of a line of a log in text."""
+
 Line = dict[str, Any]
 Process = subprocess.Popen[bytes] | WarmProcess
 T = TypeVar("T")

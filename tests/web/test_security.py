@@ -21,7 +21,7 @@ from mlxsrv.web.security.rates import RateLimit
 from tests.support.client import CHAT, Body, ask, chat, refused
 from tests.support.fixtures import Folders
 from tests.support.guarding import FILED, KEY, MODELS, SECOND, guarded, raw, served, told, told_401
-from tests.support.serving import PATIENCE, Server, hosted, serving, wait_for
+from tests.support.serving import DATED, PATIENCE, Server, hosted, serving, wait_for
 from tests.support.tiny import write_model
 
 __all__ = ["guarded"]
@@ -407,7 +407,7 @@ def test_nothing_in_a_request_forges_a_line_of_the_log(public: Server) -> None:
         client.get("/the-last-one")
     wait_for(lambda: "/the-last-one" in public.log_text(), why="the last request is logged")
     lines = public.log_text().rpartition("\n")[0].split("\n")
-    assert all(re.match(r"\d\d:\d\d:\d\d\.\d{3} \w+ ", line) for line in lines)
+    assert all(re.match(DATED, line) for line in lines)
     assert all(line.isprintable() for line in lines)
     # It is there, but as a part of other lines.
     assert not [line for line in lines if re.match(r"\S+ \w+ +forged", line)]

@@ -35,6 +35,7 @@ from tests.support.crowds import states
 from tests.support.fixtures import CONTEXT, Folders
 from tests.support.leaving import queued
 from tests.support.serving import (
+    DATED,
     PATIENCE,
     Server,
     environment,
@@ -349,7 +350,7 @@ def test_the_text_log_is_for_people(folders: Folders, tmp_path: Path) -> None:
         client.close()
         server.close()
         lines = server.log_text().splitlines()
-    assert all(re.match(r"\d\d:\d\d:\d\d\.\d{3} \w+ ", line) for line in lines)
+    assert all(re.match(DATED, line) for line in lines)
     [end] = [line for line in lines if " stream end " in line]
     for part in ("request='a b=c'", "tokens=30", "ttft=", "seconds=", "finish=length"):
         assert part in end

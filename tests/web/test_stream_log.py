@@ -50,9 +50,11 @@ def test_a_client_that_leaves(hasty: Server) -> None:
     with RawClient(hasty, chat(stream=True, max_tokens=FOR_EVER)) as leaver:
         leaver.until(FIRST_CONTENT)
         leaver.hang_up()
-    line = failure(hasty, leaver.request)
-    assert (line["code"], line["level"]) == ("disconnected", "info")
+    line = hasty.logged("client left", request=leaver.request)
+    assert (line["level"], line["model"]) == ("info", "t")
     assert line["tokens"] > 0
+    assert hasty.logged("stream end", request=leaver.request)["finish"] == "disconnected"
+    assert hasty.log("stream error", request=leaver.request) == []
 
 
 def test_a_stream_whose_time_is_over(hasty: Server) -> None:
