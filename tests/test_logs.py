@@ -7,6 +7,9 @@ import logging
 import os
 import re
 import sys
+import termios
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
@@ -22,6 +25,8 @@ from mlxsrv.logs import (
     log,
     on_terminal,
 )
+from mlxsrv.models.catalogue import progress
+from tests.support.serving import DATED
 
 NASTY = 'a\nb "c" \x1b[31m é'
 
@@ -40,6 +45,8 @@ def test_text_is_one_line_with_fields(record: logging.LogRecord) -> None:
     assert line.endswith("tokens=3")
     assert "\n" not in line
     assert "\x1b" not in line
+    assert re.match(r"\d\d:\d\d:\d\d\.\d{3} info ", line)
+    assert re.match(f"{DATED} *stream", TextFormatter(dated=True).format(record))
 
 
 def test_json_is_one_object_with_fields(record: logging.LogRecord) -> None:
@@ -116,19 +123,41 @@ def test_the_names_of_loggers_do_not_follow_the_files() -> None:
     assert names == {f"mlxsrv.{room}" for room in rooms}
 
 
-def test_a_line_is_written_while_a_thread_imports_the_library_of_bars(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@contextmanager
+def terminal_log(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """The other end of a terminal that has the log, and all that is written to stderr."""
     controller, terminal = os.openpty()
+    termios.tcsetwinsize(terminal, (24, 100))
     root = logging.getLogger()
     monkeypatch.setattr(root, "handlers", root.handlers)
     for logger in (root, logging.getLogger("mlxsrv"), logging.getLogger("uvicorn")):
         monkeypatch.setattr(logger, "level", logger.level)
-    monkeypatch.setitem(sys.modules, "tqdm", ModuleType("tqdm"))  # as it is before its first line
     with os.fdopen(controller, "rb"), os.fdopen(terminal, "w") as stderr:
         monkeypatch.setattr(sys, "stderr", stderr)
         configure("info", "text")
         logging.captureWarnings(False)
+        yield controller
+
+
+def test_a_line_is_written_while_a_thread_imports_the_library_of_bars(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "tqdm", ModuleType("tqdm"))  # as it is before its first line
+    with terminal_log(monkeypatch) as terminal:
         assert on_terminal()
         logging.getLogger("mlxsrv").info("told")
-        assert re.search(rb"info +\S* told", os.read(controller, 1000))
+        assert re.search(rb"\d\d:\d\d.*info +\S* told", os.read(terminal, 1000))
+
+
+def test_a_load_is_a_bar_below_the_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_SUDDEN", 0.0)
+    shown = below = b""
+    with terminal_log(monkeypatch) as terminal, progress.LoadProgress("big", 3_050_000) as load:
+        load.add(568_000)
+        logging.getLogger("mlxsrv").info("told")  # which has the bar written anew
+        while b"B/s]" not in below:
+            shown += os.read(terminal, 10_000)
+            below = shown.partition(b" told")[2]
+    assert b"loading big: " in shown.removesuffix(below)
+    assert b"loading big:  19%" in below
+    assert b" 568kB/3.05MB [" in below

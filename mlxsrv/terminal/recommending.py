@@ -67,7 +67,8 @@ def recommend(arguments: Sequence[str]) -> None:
         if (context := model.context_within(limit)) >= _LEAST_CONTEXT
     ]
     of = "this machine" if memory is None else f"a Mac with {memory}"
-    print(f"Models may take {sized(limit)} on {of} (--memory-limit).")
+    estimated = "Sizes and contexts are estimates." if fitting else ""
+    print(f"Models may take {sized(limit)} on {of} (--memory-limit). {estimated}".rstrip())
     if not fitting:
         print("None of the models in the table fits; the demo model runs anywhere: mlxsrv")
         return

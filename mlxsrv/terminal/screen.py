@@ -1,12 +1,13 @@
 """Writing on a terminal: dim text, a line that is written over, and questions.
 
-A pipe gets plain text and no such line.
+A pipe gets plain text, and in place of such a line another one every few seconds.
 """
 
 from __future__ import annotations
 
 import re
 import sys
+from time import monotonic
 from typing import TextIO
 
 from mlxsrv.logs import DIM, has_colours, paint
@@ -47,11 +48,16 @@ def agreed(question: str, *, remedy: str) -> bool:
         return False
 
 
+_SILENCE = 5.0
+"""Seconds of waiting that a pipe hears nothing of, and from a line to the next."""
+
+
 class StatusLine:
     """One line on stderr that says what is waited for, as long as it is."""
 
     def __init__(self) -> None:
         self._shown = ""
+        self._told = monotonic()
 
     def __enter__(self) -> StatusLine:
         return self
@@ -60,8 +66,12 @@ class StatusLine:
         self.clear()
 
     def show(self, text: str) -> None:
-        """Write the text in place of the last one."""
-        if sys.stderr.isatty() and text != self._shown:
+        """Write the text in place of the last one; into a pipe, below it, if that was long ago."""
+        if not sys.stderr.isatty():
+            if monotonic() - self._told >= _SILENCE:
+                self._told = monotonic()
+                print(f"mlxsrv: {text}", file=sys.stderr, flush=True)
+        elif text != self._shown:
             self.clear()
             self._shown = text
             print(dim(text + " ...", sys.stderr), end="", file=sys.stderr, flush=True)

@@ -24,7 +24,7 @@ import pytest
 from mlxsrv.settings import Settings
 from mlxsrv.terminal.client import RequestFailed, ServerClient
 from mlxsrv.terminal.processes import ListeningProcess, listening_process
-from mlxsrv.terminal.screen import shown
+from mlxsrv.terminal.screen import StatusLine, shown
 from mlxsrv.terminal.starting import running_server
 from tests.support.commands import Run
 from tests.support.serving import PATIENCE, Server, environment, serving, wait_for
@@ -252,6 +252,18 @@ def test_an_answer_cannot_command_the_terminal(monkeypatch: pytest.MonkeyPatch) 
     assert shown(answer) == answer
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert shown(answer) == "a]52;c;cm0gLXI=2J\tb\nü"
+
+
+def test_a_pipe_hears_now_and_then_what_is_waited_for(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = iter([0.0, 4.0, 5.0, 5.0, 9.0, 10.0, 10.0])
+    monkeypatch.setattr("mlxsrv.terminal.screen.monotonic", lambda: next(times))
+    with StatusLine() as line:
+        for share in ("1%", "2%", "3%", "4%"):
+            line.show(f"loading the model: {share}")
+    told = "mlxsrv: loading the model: {}%\n"
+    assert capfd.readouterr().err == told.format(2) + told.format(4)
 
 
 def test_ps_shows_models_requests_and_memory(demo: Server, run: Run) -> None:

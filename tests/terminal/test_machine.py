@@ -43,6 +43,7 @@ def test_the_table_of_models_is_sorted_and_its_contexts_fit() -> None:
 )
 def test_models_are_recommended_that_fit(run: Run, memory: str, largest: str) -> None:
     shown = run("recommend", "--memory", memory)
+    assert "Sizes and contexts are estimates." in shown.stdout
     assert shown.stdout.splitlines()[2].startswith(f"mlx-community/{largest} ")
     assert f"Try one: mlxsrv chat mlx-community/{largest}\n" in shown.stdout
 

@@ -24,6 +24,9 @@ _SILENCE = 10.0  # seconds after which progress is logged though no further tent
 _SHORT = 3.0  # seconds of a load that nobody need hear of, and from a line to the next
 _SUDDEN = 0.5  # seconds of a load without a bar
 
+_BAR_FORMAT = "{l_bar}{bar}| {n_fmt}B/{total_fmt}B [{elapsed}<{remaining}, {rate_fmt}]"
+"""tqdm's own, but what has come is in bytes, too, not the rate alone."""
+
 
 class PulledFile(Struct, frozen=True):
     """A file of a download: its checksum, its bytes, and those that are here."""
@@ -118,7 +121,9 @@ def open_bar(title: str, total: int, **options: Any) -> Any:
     # Imported on first use: it takes 0.1 s.
     from huggingface_hub.utils import tqdm
 
-    return tqdm(desc=title, total=total, unit="B", unit_scale=True, **options)
+    return tqdm(
+        desc=title, total=total, unit="B", unit_scale=True, bar_format=_BAR_FORMAT, **options
+    )
 
 
 def _log_progress(event: str, model: str, arrived: ByteProgress) -> None:
