@@ -2,8 +2,8 @@
 
 Tokens per second of the engine with lookup over those without, by processor time. Both are in one
 process, and give the same answers by turns, `--block` rounds each: so whatever else the machine
-does meanwhile concerns both. Each engine keeps what it has found out about rounds from one answer
-to the next, as a server's does; `first` is its first answer. With OPENBLAS_NUM_THREADS=1 no
+does meanwhile concerns both. Each engine keeps what it has found out about proposals from one
+answer to the next, as a server's does; `first` is its first answer. With OPENBLAS_NUM_THREADS=1 no
 processor time is spent on waiting.
 
 A prompt is a file of 2,000 tokens; its answer is the file again, with a fifth of its tokens

@@ -83,7 +83,7 @@ class Speculation:
     def plan_reading(self, rows: Sequence[Row], limit: int) -> tuple[Row, int, int] | None:
         """The tokens that the proposer is to read of a row's text: the first, and how many, at most
         `limit`; None if it has read enough, or need not."""
-        if not self.proposer.computes or not self._may_propose(rows):
+        if not self._may_propose(rows):
             return None
         [row], controller = rows, self._controllers[len(rows)]
         # First whether any reading is worth it: to compare two long texts takes a while.

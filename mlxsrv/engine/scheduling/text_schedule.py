@@ -232,7 +232,7 @@ class TextSchedule:
 
     def _plan_draft(self) -> WorkItem | None:
         """Have the proposer read a slice of a row's text, if it lacks much of it."""
-        if self._speculation is None:
+        if self._speculation is None or not self._speculation.proposer.computes:
             return None
         limit = self._pace.limit(decoding=True, long=True)
         part = self._speculation.plan_reading(self._find_proposable(), limit)

@@ -103,6 +103,8 @@ def test_longer_speculative_steps_are_tried_although_the_first_are_no_faster_tha
     controller = make_timed()
     assert play(controller, 5, second=3.0) == [2, 4, 8, 8, 8]
     assert controller.on
+    controller.saw_speculative_step([1], [1], 1, 3.1)  # no more was found
+    assert controller.choose([100]) == 8
 
 
 def test_speculative_steps_are_as_long_as_their_times_make_worth_while() -> None:
