@@ -20,6 +20,7 @@ from mlxsrv.engine.plans import (
     RoundPlan,
     WorkItem,
 )
+from mlxsrv.engine.scheduling.speculation_controller import SpeculationController
 from tests.support.fake_device import FakeDevice
 from tests.support.scheduling import (
     MODEL,
@@ -215,7 +216,25 @@ def test_a_draft_proposes_to_a_row_that_is_alone() -> None:
     assert bench.items(Decode)[-1].proposals
 
 
-def test_a_draft_whose_round_fails_is_given_up() -> None:
+def test_the_time_of_a_draft_s_reading_is_no_step_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, timed = DraftDevice(1.0), list[float]()
+    device.time = lambda work, passes: 1.0 if isinstance(work, ReadDraft) else 0.001  # type: ignore
+    saw = SpeculationController.saw_plain_step
+
+    def note(controller: SpeculationController, seconds: float) -> None:
+        timed.append(seconds)
+        saw(controller, seconds)
+
+    monkeypatch.setattr(SpeculationController, "saw_plain_step", note)
+    bench = make(device)
+    bench.submit(job(1, 20, 100))
+    bench.finish()
+    assert bench.items(ReadDraft)
+    assert timed
+    assert max(timed) < 0.5
+
+
+def test_a_draft_whose_speculative_step_fails_is_given_up() -> None:
     bench = make(DraftDevice(1.0))
     faulty = FaultyDevice(lambda work: isinstance(work, Decode) and bool(work.proposals))
     bench.runner.device.fail = faulty.fail  # type: ignore[method-assign]
