@@ -6,7 +6,8 @@ who follows a request from its route to its last token, and how many calls each 
 
 The server is a real one, under uvicorn, with the demo model. The first chat loads what is loaded
 when it is first needed; the second is recorded. A third, of twice as many tokens, tells what a
-token costs: the difference, divided by the tokens that it has more.
+token costs: the difference, divided by the tokens that it has more. With `--streams`, so many chats
+go on at once, and share each step.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, FrameType
@@ -106,33 +108,51 @@ def chat(client: httpx.Client, tokens: int) -> None:
         assert "data: [DONE]" in [*answer.iter_lines()]
 
 
-def trace() -> tuple[Counter[Place], Counter[Place]]:
-    """The calls of one warm chat of TOKENS tokens, and of one of twice as many."""
+def chat_at_once(client: httpx.Client, streams: int, tokens: int) -> None:
+    """Stream so many chats to their ends."""
+    with ThreadPoolExecutor(streams) as pool:
+        for done in [pool.submit(chat, client, tokens) for _ in range(streams)]:
+            done.result()
+
+
+def trace(streams: int = 1) -> tuple[Counter[Place], Counter[Place]]:
+    """The calls of warm chats of TOKENS tokens, and of as many of twice as many tokens."""
     recorder = Recorder()
     taken: list[Counter[Place]] = []
     with serving(recorder) as client:
         for tokens in (TOKENS, TOKENS, 2 * TOKENS):
             recorder.take()
             recorder.on = True
-            chat(client, tokens)
+            chat_at_once(client, streams, tokens)
             recorder.on = False
             taken.append(recorder.take())
     return taken[1], taken[2]
 
 
+def count_by_room(short: Counter[Place], long: Counter[Place], tokens: int) -> dict[str, float]:
+    """The calls of each token by room, the most first."""
+    rooms: Counter[str] = Counter()
+    for place, calls in long.items():
+        rooms[str(Path(place.file).parent)] += calls - short[place]
+    return {room: calls / tokens for room, calls in rooms.most_common()}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.path", description=_DESCRIPTION)
     parser.add_argument("--functions", action="store_true", help="list each function, too")
-    listed = parser.parse_args(argv).functions
-    short, long = trace()
+    parser.add_argument("--streams", type=int, default=1, help="chats at once (default: 1)")
+    arguments = parser.parse_args(argv)
+    listed, streams = arguments.functions, arguments.streams
+    short, long = trace(streams)
     files = Counter(place.file for place in short)
     for file, functions in sorted(files.items()):
         print(f"{functions:4}  {file}")
         for place in sorted(short) if listed else ():
             if place.file == file:
                 print(f"      {short[place]:6}  {place.function}")
-    calls = (long.total() - short.total()) / TOKENS
-    print(f"{len(files)} files, {len(short)} functions, {calls:.1f} calls a token")
+    rooms = count_by_room(short, long, streams * TOKENS)
+    print("calls a token: " + ", ".join(f"{room} {n:.1f}" for room, n in rooms.items() if n > 0.1))
+    print(f"{len(files)} files, {len(short)} functions, {sum(rooms.values()):.1f} calls a token")
     return 0
 
 
