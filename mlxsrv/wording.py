@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
@@ -46,10 +46,13 @@ _OTHERS: Final[Mapping[str, str]] = MappingProxyType(
 )
 
 
-def error_in_words(text: str) -> str:
+def error_in_words(text: str, values: Sequence[object] = ()) -> str:
     """msgspec's sentence about a wrong value, without its path: `expected a number, got a text`.
 
     A sentence that is about no type stays as it is.
+
+    Args:
+        values: those that are possible, where they are listed.
     """
     if match := _EXPECTED.fullmatch(text):
         got = match["count"] or (match["type"] and _types(match["type"]))
@@ -57,7 +60,8 @@ def error_in_words(text: str) -> str:
         wanted = " ".join(filter(None, (_types(match["types"]), rule)))
         return f"expected {wanted}, got {got}" if got else f"expected {wanted}"
     if match := _VALUE.fullmatch(text):
-        return f"it cannot be {match['value']}"
+        only = f", only {_listed([*map(repr, values)])}" if values else ""
+        return f"it cannot be {match['value']}{only}"
     return _OTHERS.get(text, text[:1].lower() + text[1:])
 
 
@@ -66,7 +70,11 @@ def _types(text: str) -> str:
     nothing, so it is not told."""
     names = text.split(" | ")
     names = [name for name in names if name != "null"] or names
-    *first, last = (_TYPES.get(name, name) for name in names)
+    return _listed([_TYPES.get(name, name) for name in names])
+
+
+def _listed(names: Sequence[str]) -> str:
+    *first, last = names
     return f"{', '.join(first)} or {last}" if first else last
 
 
@@ -78,6 +86,35 @@ def _rule(rule: str, types: str) -> str:
         least = _BOUNDS.get(match["sign"]) or (match["least"] and f"of at {match['least']}") or "of"
         return f"{least} {match['size']} {part}{'' if match['size'] == '1' else 's'}"
     return rule.replace("matching regex", "that matches").replace("that's", "that is")
+
+
+def values_at(kind: inspect.Type, steps: Sequence[str]) -> Iterator[object]:
+    """The values that a field may have, if its type lists them.
+
+    Args:
+        kind: of the whole.
+        steps: from there to the field: names, and `[...]` for what is in a list or a dictionary.
+    """
+    match kind:
+        case inspect.Metadata(type=inner):
+            yield from values_at(inner, steps)
+        case inspect.UnionType(types=types):
+            for each in types:
+                yield from values_at(each, steps)
+        case inspect.LiteralType(values=values) if not steps:
+            yield from values
+        case inspect.StructType(fields=fields) if steps:
+            for field in fields:
+                if field.encode_name == steps[0]:
+                    yield from values_at(field.type, steps[1:])
+            if [kind.tag_field] == [*steps]:
+                yield kind.tag
+        case (
+            inspect.ListType(item_type=inner)
+            | inspect.VarTupleType(item_type=inner)
+            | inspect.DictType(value_type=inner)
+        ) if steps and steps[0].startswith("["):
+            yield from values_at(inner, steps[1:])
 
 
 def type_in_words(kind: inspect.Type) -> str:

@@ -267,6 +267,7 @@ def test_replicas_say_what_is_wrong_before_ray_starts(run: Run) -> None:
             "--downscale-delay -1: it is at least",
         ),
         (["--record", "x"], "--record: a record is of one engine"),
+        (["--stop-with-stdin"], "--stop-with-stdin: replicas are stopped by a signal"),
         (["--model", "/nowhere"], "/nowhere"),
     ):
         done = run("replicas", *arguments)

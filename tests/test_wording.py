@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from msgspec import Meta
 
-from mlxsrv.wording import error_in_words
+from mlxsrv.wording import error_in_words, values_at
 
 
 def test_an_error_names_no_type_of_python() -> None:
@@ -42,3 +42,29 @@ def in_words(kind: Any, value: object) -> str:
     with pytest.raises(msgspec.ValidationError) as error:
         msgspec.json.decode(msgspec.json.encode(value), type=kind)
     return error_in_words(str(error.value))
+
+
+class _Inner(msgspec.Struct, tag="in", tag_field="kind"):
+    mode: Literal["a", "b"] | int | None = None
+
+
+class _Other(msgspec.Struct, tag="other", tag_field="kind"):
+    pass
+
+
+class _Whole(msgspec.Struct):
+    items: list[_Inner | _Other]
+    named: dict[str, Literal[1, 2]]
+
+
+def test_values_that_a_type_lists_are_found_by_their_path() -> None:
+    whole = msgspec.inspect.type_info(_Whole)
+    for steps, values in (
+        (["items", "[3]", "mode"], ["a", "b"]),
+        (["items", "[0]", "kind"], ["in", "other"]),
+        (["named", "[...]"], [1, 2]),
+        (["items"], []),
+        (["nowhere", "x"], []),
+    ):
+        assert [*values_at(whole, steps)] == values, steps
+    assert error_in_words("Invalid enum value 'x'", ["a", 1]) == "it cannot be 'x', only 'a' or 1"

@@ -133,6 +133,8 @@ def run(settings: Settings, scale: ReplicaScale, address: str | None) -> None:
     """
     if settings.record is not None:
         raise SettingsError("--record: a record is of one engine, and replicas have several")
+    if settings.stop_with_stdin:
+        raise SettingsError("--stop-with-stdin: replicas are stopped by a signal")
     check_models(settings)  # here, so that a wrong one is reported at once and on one line
     Catalogue(settings).require_default()
     load_keys(settings)

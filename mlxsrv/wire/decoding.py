@@ -7,14 +7,15 @@ import gc
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, Generic, TypeVar
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, inspect
 
 from mlxsrv.errors import InvalidJSON, InvalidRequest, MissingParameter, UnsupportedParameter
 from mlxsrv.wire.unknown import Fields
-from mlxsrv.wording import error_in_words
+from mlxsrv.wording import error_in_words, values_at
 
 T = TypeVar("T", bound=Struct)
 D = TypeVar("D")
@@ -80,7 +81,7 @@ class RequestDecoder(Generic[T]):
                 return self._read(mended)
 
     def _read(self, body: bytes) -> tuple[T, list[str]]:
-        request = _decode(self._decoder.decode, body)
+        request = _decode(self._decoder.decode, body, self.kind)
         unknown, ignored = _decode(self._known.unknown_in, body)
         for name, value in unknown.items():
             if name in self.neutral:
@@ -125,7 +126,7 @@ def read_query(kind: type[T], values: Mapping[str, str]) -> T:
     try:
         return msgspec.convert(values, kind, strict=False)
     except msgspec.ValidationError as error:
-        raise _invalid(str(error)) from None
+        raise _invalid(str(error), kind=kind) from None
 
 
 def decode_part(decode: Callable[[Any], D], data: bytes | msgspec.Raw, path: str) -> D:
@@ -156,11 +157,13 @@ def _placed(text: str, path: str) -> str:
     return f"{match['what']} - at {match['key'] or ''}`$.{path}{dot}{inner}`"
 
 
-def _decode(decode: Callable[[Any], D], data: bytes | msgspec.Raw) -> D:
+def _decode(
+    decode: Callable[[Any], D], data: bytes | msgspec.Raw, kind: type[Struct] | None = None
+) -> D:
     try:
         return decode(data)
     except msgspec.ValidationError as error:
-        raise _invalid(str(error), _wrong_key(str(error), decode, data)) from None
+        raise _invalid(str(error), _wrong_key(str(error), decode, data), kind) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidJSON(f"the body is not valid JSON: {error}") from None
     except RecursionError:
@@ -178,9 +181,13 @@ _PATH = re.compile(
 )
 _MISSING = re.compile(r"Object missing required field `(?P<name>[^`]+)`")
 _ANY_KEY = "[...]"  # any key of an object, in msgspec's paths
+_STEP = re.compile(r"\[[^\]]*\]|[^.\[]+")
 _LONGEST = 300
 _LONGEST_KEY = 64
 _MOST_KEYS = 10_000
+
+
+_layout = cache(inspect.type_info)  # it takes 10 ms
 
 
 def missing(path: str) -> MissingParameter:
@@ -188,19 +195,26 @@ def missing(path: str) -> MissingParameter:
     return MissingParameter(f"missing required parameter: {path}", param=path)
 
 
-def _invalid(text: str, wrong_key: str | None = None) -> InvalidRequest:
+def _invalid(
+    text: str, wrong_key: str | None = None, kind: type[Struct] | None = None
+) -> InvalidRequest:
     """msgspec's error in plain words, with its path as `param`.
 
     Args:
         wrong_key: the key that the error is about, if it is about a key of the object at the path.
             It is in the message only: OpenAI's `param` is the field.
+        kind: what was to be decoded: where it lists the possible values, they are told.
     """
     match = _PATH.match(text)
     assert match is not None  # the pattern matches any text
-    what, path = match["what"], (match["path"] or "").replace(_ANY_KEY, "") or None
+    what, whole = match["what"], match["path"] or ""
+    path = whole.replace(_ANY_KEY, "") or None
     if absent := _MISSING.fullmatch(what):
         return missing(f"{path}.{absent['name']}" if path else absent["name"])
-    what = error_in_words(what)
+    values: list[object] = []
+    if kind is not None and what.startswith("Invalid "):
+        values = [*dict.fromkeys(values_at(_layout(kind), _STEP.findall(whole)))]
+    what = error_in_words(what, values)
     if len(what) > _LONGEST:
         what = f"{what[:_LONGEST]}..."
     where = f"{path}: " if path else ""
