@@ -141,6 +141,7 @@ def test_a_chat_on_a_terminal(demo: Server) -> None:
             ("/system none", "System prompt: none"),
             ("/set temperature hot", "mlxsrv: temperature: expected a number, got a text"),
             ("/set temperature 9", "mlxsrv: temperature: expected a number of at most 2"),
+            ("/set tool_choice x", "it cannot be 'x', only 'any', 'auto', 'none' or 'required'"),
             ("/set", "Nothing is set"),
             ("/set temperature 1", "temperature = 1"),
             ("/set temperature", "Nothing is set"),
