@@ -240,8 +240,11 @@ def test_a_draft_whose_speculative_step_fails_is_given_up() -> None:
     bench.runner.device.fail = faulty.fail  # type: ignore[method-assign]
     bench.submit(job(1, 20, 200))
     bench.finish()
-    assert sum(bool(work.proposals) for work in bench.items(Decode)) == 1
     assert bench.job(1).tokens == expected(bench, 1, 200)
+    bench.submit(job(2, 20, 1000))
+    bench.finish()
+    assert sum(bool(work.proposals) for work in bench.items(Decode)) == 1
+    assert len(bench.items(ReadDraft)) == 1
 
 
 def test_a_draft_goes_on_from_an_equal_text() -> None:
