@@ -220,8 +220,10 @@ def test_texts_are_looked_at_a_part_at_a_time() -> None:
 class Repeating(FakeDevice):
     """Answers that repeat themselves, with slips; all else by chance."""
 
-    def __init__(self, seed: int, slips: float, faults: float, waking: float) -> None:
-        super().__init__(msgspec.structs.replace(FACTS, lookup=True))
+    def __init__(
+        self, seed: int, slips: float, faults: float, waking: float, padding: int = 1 << 20
+    ) -> None:
+        super().__init__(msgspec.structs.replace(FACTS, lookup=True, padding=padding))
         self._seed, self._slips, self._waking = seed, slips, waking
         self.faults = faults
         self._random = Random(seed)
@@ -258,12 +260,13 @@ class Repeating(FakeDevice):
     slips=st.sampled_from([0.0, 0.05, 0.3]),
     faults=st.sampled_from([0.0, 0.3]),
     waking=st.sampled_from([0.0, 0.1]),
+    padding=st.sampled_from([1 << 20, 0]),
     lengths=st.lists(st.integers(1, 120), min_size=1, max_size=9),
 )
 def test_whatever_is_proposed_each_row_gets_its_own_tokens(
-    seed: int, slips: float, faults: float, waking: float, lengths: list[int]
+    seed: int, slips: float, faults: float, waking: float, padding: int, lengths: list[int]
 ) -> None:
-    device, dice = Repeating(seed, slips, faults, waking), Random(seed)
+    device, dice = Repeating(seed, slips, faults, waking, padding), Random(seed)
     bench = Bench(device)
     bench.load(Load(model="m", path="/a", max_rows=4, prefill_chunk=64, max_gap=1.0))
     for number, length in enumerate(lengths, start=1):
