@@ -4,24 +4,22 @@ import { el } from "./dom.js";
 import { visible } from "./text.js";
 
 const C_KEYWORDS =
-	"break case catch class const continue default do else enum export extends false final finally for if implements " +
-	"import in interface new null package private protected public return static struct super switch this throw throws " +
-	"true try typeof union using var void volatile while";
+	"abstract async await boolean break case catch class const continue default do else enum export extends false final " +
+	"finally for if implements import in interface new null package private protected public readonly return static " +
+	"struct super switch this throw throws true try typeof union using var void volatile while";
 
 const KEYWORDS = {
 	c:
 		`${C_KEYWORDS} auto bool char constexpr delete double extern float inline int long namespace nullptr operator ` +
-		"register short signed sizeof string template typedef typename unsigned virtual abstract async await base " +
-		"boolean byte decimal instanceof is lock object out override readonly ref sealed val fun when data companion",
+		"register short signed sizeof string template typedef typename unsigned virtual base byte " +
+		"decimal instanceof is lock object out override ref sealed val fun when data companion",
 	js:
-		`${C_KEYWORDS} abstract any as async await boolean debugger declare delete from function get instanceof keyof let ` +
-		"never number of readonly set string symbol type undefined unknown with yield",
+		`${C_KEYWORDS} any as debugger declare delete from function get instanceof keyof let ` +
+		"never number of set string symbol type undefined unknown with yield",
 	python:
 		"and as assert async await break case class continue def del elif else except False finally for from global if " +
 		"import in is lambda match None nonlocal not or pass raise return self True try while with yield",
-	go:
-		"break case chan const continue default defer else error fallthrough false for func go goto if import interface " +
-		"map nil package range return select string struct switch true type var int bool byte float64",
+	go: `${C_KEYWORDS} chan defer error fallthrough func go goto map nil range select string type int bool byte float64`,
 	rust:
 		"as async await break const continue crate dyn else enum extern false fn for if impl in let loop match mod move " +
 		"mut pub ref return self Self static struct super trait true type unsafe use where while func guard nil protocol " +

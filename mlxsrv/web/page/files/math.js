@@ -22,16 +22,12 @@ const LONGEST = 20_000; // characters
 
 const TOKEN = /\\(?:[A-Za-z]+\*?|[^])|[^]/gu;
 const SPACES = { ",": 0.17, ":": 0.22, ">": 0.22, ";": 0.28, "!": -0.17, " ": 0.3, enspace: 0.5, quad: 1, qquad: 2 };
-const FRACTIONS = new Set(["frac", "dfrac", "tfrac", "cfrac"]);
-const UPRIGHT = new Set(["mathrm", "operatorname", "operatorname*", "mathop", "mathup"]);
-const TEXTS = new Set(["text", "textrm", "textbf", "textit", "textsf", "texttt", "mbox", "hbox"]);
-const SAME = new Set(["mathit", "mathnormal", "mathord", "mathbin", "mathrel", "mathopen", "mathclose", "ensuremath"]);
-const IGNORED = new Set(
-	(
-		"displaystyle textstyle scriptstyle limits nolimits nonumber notag hline big Big bigg Bigg bigl bigr Bigl Bigr " +
-		"biggl biggr Biggl Biggr bigm Bigm rm it bf strut allowbreak hfill"
-	).split(" "),
-);
+const UPRIGHT = /^(?:math(?:rm|op|up)|operatorname\*?)$/;
+const TEXTS = /^(?:text(?:rm|bf|it|sf|tt)?|[mh]box)$/;
+const SAME = /^(?:math(?:it|normal|ord|bin|rel|open|close)|ensuremath)$/;
+const IGNORED =
+	/^(?:(?:display|text|script)style|(?:no)?limits|nonumber|notag|hline|[Bb]igg?[lrm]?|rm|it|bf|strut|allowbreak|hfill)$/;
+const STACKED = { overset: "mover", stackrel: "mover", underset: "munder" };
 const FRAMES = {
 	matrix: ["", ""],
 	smallmatrix: ["", ""],
@@ -75,6 +71,13 @@ const letter = (text, props = {}) => make("mi", props, text);
 const operator = (text, props = {}) => make("mo", props, text);
 const space = width => make("mspace", { width: `${width}em` });
 const fence = text => operator(text, { stretchy: "true", fence: "true" });
+const bracket = text => operator(text, { stretchy: "false", lspace: "0", rspace: "0" });
+
+function fenceOf(token) {
+	const found = FENCES.get(token) ?? FENCES.get(token.slice(1));
+	if (found === undefined) throw new Unknown();
+	return found;
+}
 
 function rowOf(nodes) {
 	return nodes.length === 1 ? nodes[0] : make("mrow", {}, ...nodes);
@@ -187,7 +190,7 @@ class Parser {
 		if ("}&^_#%$\\".includes(token)) throw new Unknown();
 		if (/\p{L}/u.test(token)) return letter(token);
 		if (token === "~") return space(0.3);
-		if ("()[]|".includes(token)) return operator(token, { stretchy: "false" });
+		if ("()[]|".includes(token)) return bracket(token);
 		return operator({ "-": "−", "*": "∗" }[token] ?? token);
 	}
 
@@ -202,25 +205,21 @@ class Parser {
 
 	command(name, depth) {
 		if (LETTERS.has(name)) return letter(LETTERS.get(name), /^[A-Z∞…⋯]/.test(name) ? { mathvariant: "normal" } : {});
-		if (LARGE.has(name)) return operator(LARGE.get(name), this.display ? { largeop: "true" } : {});
-		if (INTEGRALS.has(name)) return operator(INTEGRALS.get(name), this.display ? { largeop: "true" } : {});
+		const large = LARGE.get(name) ?? INTEGRALS.get(name);
+		if (large) return operator(large, this.display ? { largeop: "true" } : {});
 		if (Object.hasOwn(SPACES, name)) return space(SPACES[name]);
 		if (OPERATORS.has(name)) return operator(OPERATORS.get(name));
 		if (FUNCTIONS.has(name)) return this.named(name.replace(/^(lim|arg)(?=[a-z])/, "$1 "));
-		if (FRACTIONS.has(name)) return make("mfrac", {}, this.argument(depth), this.argument(depth));
-		if (["binom", "dbinom", "tbinom"].includes(name))
-			return make(
-				"mrow",
-				{},
-				fence("("),
-				make("mfrac", { linethickness: "0" }, this.argument(depth), this.argument(depth)),
-				fence(")"),
-			);
+		if (/^[dtc]?frac$/.test(name)) return make("mfrac", {}, this.argument(depth), this.argument(depth));
+		if (/^[dt]?binom$/.test(name)) {
+			const pair = make("mfrac", { linethickness: "0" }, this.argument(depth), this.argument(depth));
+			return make("mrow", {}, fence("("), pair, fence(")"));
+		}
 		if (name === "sqrt") return this.root(depth);
-		if (TEXTS.has(name)) return make("mtext", {}, this.raw());
-		if (UPRIGHT.has(name)) return this.named(this.raw().replaceAll("\\", ""));
+		if (TEXTS.test(name)) return make("mtext", {}, this.raw());
+		if (UPRIGHT.test(name)) return this.named(this.raw().replaceAll("\\", ""));
 		if (name === "bm" || isStyle(name)) return this.inStyle(name === "bm" ? "boldsymbol" : name, depth);
-		if (SAME.has(name)) return this.argument(depth);
+		if (SAME.test(name)) return this.argument(depth);
 		if (name === "overline" || name === "underline") return make("mrow", { class: name }, this.argument(depth));
 		if (ACCENTS.has(name)) {
 			const long = name.startsWith("over") || name.startsWith("wide");
@@ -229,35 +228,22 @@ class Parser {
 		}
 		if (UNDER.has(name))
 			return make("munder", {}, this.argument(depth), operator(UNDER.get(name), { stretchy: "true" }));
-		if (["overset", "stackrel"].includes(name)) {
-			const above = this.argument(depth);
-			return make("mover", {}, this.argument(depth), above);
-		}
-		if (name === "underset") {
-			const below = this.argument(depth);
-			return make("munder", {}, this.argument(depth), below);
+		if (Object.hasOwn(STACKED, name)) {
+			const mark = this.argument(depth);
+			return make(STACKED[name], {}, this.argument(depth), mark);
 		}
 		if (name === "boxed") return make("mrow", { class: "boxed" }, this.argument(depth));
-		if (name === "pmod")
-			return make(
-				"mrow",
-				{},
-				space(0.5),
-				operator("("),
-				this.named("mod"),
-				space(0.3),
-				this.argument(depth),
-				operator(")"),
-			);
+		if (name === "pmod") {
+			const inner = [this.named("mod"), space(0.3), this.argument(depth)];
+			return make("mrow", {}, space(0.5), operator("("), ...inner, operator(")"));
+		}
 		if (name === "bmod" || name === "mod") return make("mrow", {}, space(0.3), this.named("mod"), space(0.3));
 		if (name === "not") return this.negated(depth);
 		if (name === "tag") return make("mtext", {}, `  (${this.raw()})`);
 		if (name === "left") return this.fenced(depth);
 		if (name === "begin") return this.environment(depth);
-		if (IGNORED.has(name)) return null;
-		if (FENCES.has(`\\${name}`)) return operator(FENCES.get(`\\${name}`), { stretchy: "false" });
-		if (FENCES.has(name)) return operator(FENCES.get(name), { stretchy: "false" });
-		throw new Unknown();
+		if (IGNORED.test(name)) return null;
+		return bracket(fenceOf(`\\${name}`));
 	}
 
 	/** A name of several letters, which is upright. */
@@ -291,9 +277,7 @@ class Parser {
 	}
 
 	delimiter() {
-		const token = this.next();
-		const found = FENCES.get(token) ?? FENCES.get(token.slice(1));
-		if (found === undefined) throw new Unknown();
+		const found = fenceOf(this.next());
 		return found ? [fence(found)] : [];
 	}
 

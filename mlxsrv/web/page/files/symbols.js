@@ -61,15 +61,11 @@ export const ACCENTS = new Map(
 
 export const UNDER = new Map(table("underbrace ⏟ underrightarrow →"));
 
-export const FUNCTIONS = new Set(
-	(
-		"sin cos tan cot sec csc sinh cosh tanh coth arcsin arccos arctan log ln lg exp deg dim ker hom arg det gcd Pr " +
-		"lim limsup liminf max min sup inf argmax argmin"
-	).split(" "),
-);
-
 /** Functions whose argument stands below them in a display. */
 export const BELOW = new Set("lim limsup liminf max min sup inf argmax argmin det gcd Pr".split(" "));
+
+const BESIDE = "sin cos tan cot sec csc sinh cosh tanh coth arcsin arccos arctan log ln lg exp deg dim ker hom arg";
+export const FUNCTIONS = new Set([...BELOW, ...BESIDE.split(" ")]);
 
 /** Where the letters of a style begin: those that are capital, small, and digits. @type {Record<string, number[]>} */
 const STYLES = {
