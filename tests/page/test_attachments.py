@@ -6,7 +6,7 @@ from typing import Any
 
 from playwright.sync_api import expect
 
-from tests.page.chatting import answers, ask, box, press, questions, setting
+from tests.page.chatting import QUESTION, answers, ask, box, press, questions, setting
 
 CHAT = "**/v1/chat/completions"
 LONG = "The sea is wide and deep. " * 100
@@ -71,6 +71,42 @@ def test_a_file_may_be_dropped_and_a_long_text_pasted(page: Any, url: str) -> No
         box(page).press("Enter")
     assert LONG in sent.value.post_data_json["messages"][0]["content"]
     expect(page.get_by_role("heading", level=1, name="Pasted text")).to_be_visible()
+
+
+HOLD = """
+const released = new Promise(release => { window.release = release; });
+const getAll = IDBObjectStore.prototype.getAll;
+IDBObjectStore.prototype.getAll = function (...query) {
+    const asked = getAll.apply(this, query);
+    const held = {};
+    asked.onsuccess = () => released.then(() => {
+        held.result = asked.result;
+        held.onsuccess();
+    });
+    return held;
+};
+"""
+"""Holds what is read from the browser's store until it is released."""
+
+
+def test_what_is_given_before_a_chat_is_read_is_of_that_chat(page: Any, url: str) -> None:
+    page.goto(url)
+    ask(page, QUESTION)
+    expect(answers(page)).to_contain_text(" written")
+    page.add_init_script(HOLD)
+    page.reload()
+    chat = page.get_by_role("region", name="Chat", exact=True)
+    assert chat.evaluate(GIVE, ["drop", "dataTransfer", {"name": "a.txt", "bytes": [65]}])
+    expect(attached(page)).to_contain_text("a.txt")
+    box(page).fill("And this?")
+    expect(answers(page)).to_have_count(0)
+    page.evaluate("release()")
+    expect(answers(page)).to_contain_text("Ctrl-C")
+    expect(attached(page)).to_contain_text("a.txt")
+    expect(box(page)).to_have_value("And this?")
+    page.get_by_role("button", name="New chat").click()
+    expect(attached(page)).to_have_count(0)
+    expect(box(page)).to_have_value("")
 
 
 def test_what_is_no_text_is_refused(page: Any, url: str) -> None:

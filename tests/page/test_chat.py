@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from typing import Any
@@ -153,6 +154,18 @@ def test_settings_are_sent_and_only_those_that_are_set(page: Any, url: str) -> N
         "stream_options": {"include_usage": True, "continuous_usage_stats": True},
     }
     expect(answers(page).get_by_text("Thought for")).to_be_visible()
+
+
+def test_thinking_is_switched_beside_the_message_box(page: Any, url: str) -> None:
+    page.goto(url)
+    switch = page.get_by_role("button", name=re.compile("^Thinking: "))
+    for said, sent in (("default", None), ("off", False), ("on", True), ("default", None)):
+        expect(switch).to_have_text(f"Thinking: {said}")
+        with page.expect_request("**/v1/chat/completions") as asked:
+            ask(page, "Hello")
+        assert asked.value.post_data_json.get("think") == sent
+        expect(answers(page).last).to_contain_text(" written")
+        switch.click()
 
 
 def test_what_is_no_json_is_told_and_not_sent(page: Any, url: str) -> None:

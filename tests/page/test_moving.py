@@ -35,11 +35,11 @@ def test_tokens_are_counted_while_they_come_and_when_they_are_stopped(page: Any,
     setting(page, "Other fields").fill(ENDLESS)
     ask(page, QUESTION)
     figures = answers(page).locator(".figures")
-    live = re.compile(r"^([\d,]+) tokens · [\d.]+ tokens/s$")
+    live = re.compile(r"^([\d,]+) tokens\s· [\d.]+ tokens/s$")
     expect(figures).to_have_text(live)
     before = figures.inner_text()
     expect(figures).not_to_have_text(before)
     press(page, "Stop")
     expect(figures).to_have_text(
-        re.compile(r"^\d+ tokens read( \(\d+ cached\))? · [\d,]+ written · .* tokens/s$")
+        re.compile(r"^\d+ tokens read( \(\d+ cached\))?\s· [\d,]+ written\s· .* tokens/s$")
     )

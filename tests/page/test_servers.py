@@ -50,10 +50,10 @@ def test_of_several_models_an_answer_names_its_own(page: Any, serve: Serve, tmp_
             page.get_by_role("combobox", name="Model").select_option(name)
             ask(page, "Hello")
             told = answers(page).nth(number).locator(".figures")
-            expect(told).to_have_text(re.compile(f"^{name} · .* written"))
+            expect(told).to_have_text(re.compile(rf"^{name}\s· .* written"))
         page.reload()
         expect(answers(page).locator(".figures")).to_have_text(
-            [re.compile("^demo · "), re.compile("^second · ")]
+            [re.compile(r"^demo\s· "), re.compile(r"^second\s· ")]
         )
 
 

@@ -13,7 +13,7 @@ from tests.page.chatting import QUESTION, answers, ask, box, press, questions
 def test_an_empty_chat_names_the_model_and_offers_questions(page: Any, url: str) -> None:
     page.goto(url)
     expect(page.get_by_role("heading", level=2, name="demo")).to_be_visible()
-    facts = page.get_by_text(re.compile(r"[\d.]+M parameters · [\d.]+ MB · 1,000,000 tokens"))
+    facts = page.get_by_text(re.compile(r"[\d.]+M parameters\s· [\d.]+ MB\s· 1,000,000 tokens"))
     expect(facts).to_be_visible()
     offered = page.get_by_role("group", name="Questions to begin with").get_by_role("button")
     expect(offered).to_have_count(6)
@@ -29,6 +29,24 @@ def test_the_doors_of_an_empty_chat_lead_on(page: Any, url: str) -> None:
     expect(box(page)).to_be_focused()
     page.get_by_role("button", name="Steer").click()
     expect(page.get_by_role("region", name="Steer", exact=True)).to_be_visible()
+
+
+def test_an_empty_chat_fits_a_phone(page: Any, url: str) -> None:
+    """Its doors stand above the message box, and the picker's name is whole."""
+    page.set_viewport_size({"width": 390, "height": 664})  # of Safari on a phone
+    page.goto(url)
+    door = page.get_by_role("button", name="Steer")
+    expect(page.get_by_text("1,000,000 tokens")).to_be_visible()
+    below = door.bounding_box()
+    assert below["y"] + below["height"] < page.locator(".composer").bounding_box()["y"]
+    name = page.locator(".picker span")
+    expect(name).to_have_text(re.compile("^demo"))
+    assert name.evaluate("each => each.scrollWidth === each.clientWidth")
+    page.get_by_role("combobox", name="Model").focus()
+    page.keyboard.press("?")
+    page.locator(".log").focus()
+    page.keyboard.press("?")
+    expect(page.get_by_role("dialog", name="Keyboard shortcuts")).to_be_visible()
 
 
 def test_the_context_that_is_used_is_told(page: Any, url: str) -> None:

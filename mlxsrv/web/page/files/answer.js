@@ -1,7 +1,7 @@
 /** An answer: its thoughts, its text, its tool calls, how it ended, and its figures. */
 
 import { eachFrame, el } from "./dom.js";
-import { count, seconds } from "./figures.js";
+import { count, joined, seconds } from "./figures.js";
 import { emptyAnswer } from "./generate.js";
 import { InsideView, beginning } from "./inside.js";
 import { MarkdownView } from "./markdown.js";
@@ -126,5 +126,5 @@ function figures({ model, usage, firstToken, duration, finish }, models) {
 		const speed = (1000 * (usage.completion_tokens - 1)) / duration;
 		facts.push(`${speed < 100 ? speed.toFixed(1) : Math.round(speed)} tokens/s`);
 	}
-	return facts.filter(Boolean).join(" · ");
+	return joined(facts);
 }

@@ -98,11 +98,8 @@ async function connect(read = () => models.refresh()) {
 		trouble.hidden = true;
 		follow();
 	} catch (error) {
-		trouble.replaceChildren(
-			error.message,
-			" ",
-			button("Try again", () => connect()),
-		);
+		const again = button("Try again", () => connect());
+		trouble.replaceChildren(error.message, " ", again);
 		trouble.hidden = false;
 		if (error.status !== 401) connectAfter(Math.max(3000, error.pause ?? 0));
 	}

@@ -34,6 +34,7 @@ export class View {
 		this.runs = new Runs(this);
 		this.views = new Map(); // of the messages that are shown, by id
 		this.wanted = ""; // the conversation that was asked for last
+		this.coming = recall("conversation"); // what this tab had open, until something is shown
 		this.following = true; // whether the end stays in sight
 		this.settings = new SettingsForm(this);
 		this.list = new ConversationList(this);
@@ -60,7 +61,7 @@ export class View {
 		this.meter = el("small.meter");
 		this.sendButton = el("button.icon-button.main", { ariaLabel: "Send", title: "Send: Enter" }, icon("send"));
 		this.stopButton = iconButton("stop", "Stop", () => this.stop(), "icon-button main");
-		const tools = el("div.line", attach, this.meter, this.sendButton, this.stopButton);
+		const tools = el("div.line", attach, this.chips.thinking, this.meter, this.sendButton, this.stopButton);
 		const form = onEnter(el("form.composer", this.box, tools), () => this.send());
 		const foot = el("div.foot", this.asked, this.chips.element, form);
 		const bar = el(
@@ -93,14 +94,15 @@ export class View {
 
 	press(event) {
 		if (composes(event) || document.querySelector("dialog[open], :popover-open")) return;
-		const { key, ctrlKey, metaKey, shiftKey, target } = event;
+		const { key, shiftKey, target } = event;
+		const ctrl = event.ctrlKey || event.metaKey;
 		const last = this.messages.querySelector(".user:nth-last-child(-n + 2) .row button");
 		const acts = {
 			Escape: () => this.stop(),
 			...(target === this.box && this.box.value === "" && last && { ArrowUp: () => last.click() }),
-			...((ctrlKey || metaKey) && { ",": () => this.options.show(this.options.content.hidden) }),
-			...((ctrlKey || metaKey) && !shiftKey && { k: () => this.searchChats() }),
-			...((ctrlKey || metaKey) && shiftKey && { o: () => this.startNew() }),
+			...(ctrl && { ",": () => this.options.toggle.click() }),
+			...(ctrl && !shiftKey && { k: () => this.searchChats() }),
+			...(ctrl && shiftKey && { o: () => this.startNew() }),
 		};
 		const act = acts[key.length === 1 ? key.toLowerCase() : key];
 		if (!act) return;
@@ -118,12 +120,17 @@ export class View {
 
 	/** Show what this tab had open. */
 	async restore() {
-		type(this.box, recall(this.draft.name, this.draft.lasting));
+		this.drawDraft();
 		const empty = this.conversation;
-		const current = recall("conversation");
+		const current = this.coming;
 		const heads = await this.store.heads();
 		// The user may have begun meanwhile.
 		if (this.conversation === empty && heads.some(({ id }) => id === current)) await this.open(current);
+		if (this.coming) {
+			this.coming = ""; // it is gone
+			this.draw();
+			this.drawDraft();
+		}
 		await this.drawList();
 	}
 
@@ -178,7 +185,8 @@ export class View {
 		this.draw();
 		this.drawList();
 		if (!isWide()) this.side.show(false);
-		type(this.box, recall(this.draft.name, this.draft.lasting));
+		this.coming = "";
+		this.drawDraft();
 		this.attachments.draw();
 		this.box.focus();
 	}
@@ -186,7 +194,12 @@ export class View {
 	/** What is written and not sent: of a conversation for good, of a new chat in this tab. */
 	get draft() {
 		const { id, messages } = this.conversation;
-		return messages.length ? { name: `draft ${id}`, lasting: true } : { name: "draft", lasting: false };
+		const known = messages.length ? id : this.coming;
+		return known ? { name: `draft ${known}`, lasting: true } : { name: "draft", lasting: false };
+	}
+
+	drawDraft() {
+		type(this.box, recall(this.draft.name, this.draft.lasting));
 	}
 
 	keepDraft() {
@@ -220,10 +233,11 @@ export class View {
 	}
 
 	async drawList() {
-		remember("conversation", this.conversation.id);
+		const { id, messages } = this.conversation;
+		remember("conversation", messages.length ? id : "");
 		const wanted = this.list.search.value;
 		const heads = await (wanted ? this.store.search(wanted) : this.store.heads());
-		if (wanted === this.list.search.value) this.list.update(heads, this.conversation.id);
+		if (wanted === this.list.search.value) this.list.update(heads, id);
 	}
 
 	exportOne() {
@@ -305,14 +319,9 @@ export class View {
 			call.fill(content);
 		});
 		const result = small("Send it as the result", fill, "", "small main");
-		this.asked.replaceChildren(
-			`The model waits for the result of ${call.name}.`,
-			result,
-			small(
-				"Send it as a message",
-				answer(() => this.sendMessage(content)),
-			),
-		);
+		const say = answer(() => this.sendMessage(content));
+		const told = `The model waits for the result of ${call.name}.`;
+		this.asked.replaceChildren(told, result, small("Send it as a message", say));
 		this.asked.hidden = false;
 		result.focus();
 	}
@@ -413,7 +422,7 @@ export class View {
 		for (const { element } of this.views.values()) if (!element.parentNode) this.messages.append(element);
 		for (const view of this.views.values()) view.place();
 		this.chips.draw();
-		this.welcome.element.hidden = shown.length > 0;
+		this.welcome.element.hidden = shown.length > 0 || this.coming !== "";
 		this.drawMeter(shown.findLast(({ answer }) => answer?.usage)?.answer.usage);
 		this.looks.checked = conversation.settings.logprobs;
 		this.title.textContent = conversation.title || "New chat";
@@ -424,8 +433,8 @@ export class View {
 	/** Say how much of the model's context the conversation takes. */
 	drawMeter(usage) {
 		const limit = this.models.current?.context_length;
-		this.meter.hidden = !usage || !limit;
-		if (this.meter.hidden) return;
+		this.meter.textContent = "";
+		if (!usage || !limit) return;
 		const used = usage.prompt_tokens + usage.completion_tokens;
 		this.meter.textContent = `${count(used)} of ${count(limit)}`;
 		this.meter.title = "Tokens of this conversation, and of the model's context";
@@ -462,10 +471,6 @@ class Panel {
 		this.content.hidden = !open;
 		this.toggle.ariaExpanded = String(open);
 		if (open) this.opened();
-	}
-
-	get isOpen() {
-		return !this.content.hidden;
 	}
 }
 

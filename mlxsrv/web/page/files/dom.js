@@ -54,6 +54,13 @@ export function section(title, ...children) {
 	return el("section", { ariaLabel: title }, el("h2", title), ...children);
 }
 
+/** Note what a view is to show. @returns whether it is new: what is not drawn anew keeps the focus */
+export function isNews(view, state) {
+	const before = view.shown;
+	view.shown = JSON.stringify(state);
+	return view.shown !== before;
+}
+
 /** Make a function that has `draw` called once before the next frame, however often it is called. */
 export function eachFrame(draw) {
 	let asked = false;

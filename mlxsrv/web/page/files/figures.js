@@ -1,5 +1,10 @@
 /** Figures as texts. */
 
+/** Join those that there are. No line begins with a dot. */
+export function joined(facts) {
+	return facts.filter(Boolean).join("\u00a0· ");
+}
+
 export function count(value) {
 	return Math.round(value).toLocaleString("en");
 }

@@ -4,8 +4,7 @@ import { button, el } from "./dom.js";
 import { icon, iconButton } from "./icons.js";
 import { recall, remember } from "./session.js";
 
-const mac = navigator.platform.startsWith("Mac");
-const CTRL = mac ? "⌘" : "Ctrl";
+const CTRL = navigator.platform.startsWith("Mac") ? "⌘" : "Ctrl";
 
 const SHORTCUTS = {
 	Enter: "Send the message",
@@ -20,16 +19,10 @@ const SHORTCUTS = {
 };
 
 export function helpButton() {
-	const rows = Object.entries(SHORTCUTS).map(([keys, does]) =>
-		el(
-			"tr",
-			el(
-				"td",
-				keys.split(" ").map(key => el("kbd", key)),
-			),
-			el("td", does),
-		),
-	);
+	const rows = Object.entries(SHORTCUTS).map(([keys, does]) => {
+		const shown = keys.split(" ").map(key => el("kbd", key));
+		return el("tr", el("td", shown), el("td", does));
+	});
 	const dialog = el(
 		"dialog.help",
 		{ ariaLabel: "Keyboard shortcuts" },

@@ -1,6 +1,6 @@
 /** The list of conversations: searched, renamed, deleted, exported. */
 
-import { button, composes, el, fileInput, small } from "./dom.js";
+import { button, composes, el, fileInput, isNews, small } from "./dom.js";
 import { iconButton } from "./icons.js";
 
 const DAY = 86_400_000; // milliseconds
@@ -8,7 +8,6 @@ const DAY = 86_400_000; // milliseconds
 export class ConversationList {
 	constructor(chat) {
 		this.chat = chat;
-		this.shown = "";
 		this.items = el("ul");
 		const oninput = () => chat.drawList();
 		this.search = el("input", { type: "search", placeholder: "Search", ariaLabel: "Search chats", oninput });
@@ -42,9 +41,7 @@ export class ConversationList {
 			writing: this.chat.runs.of(id) !== undefined,
 			day: dayOf(changed),
 		}));
-		const shown = JSON.stringify(entries);
-		if (shown === this.shown) return; // what has the focus keeps it
-		this.shown = shown;
+		if (!isNews(this, entries)) return;
 		const days = Map.groupBy(entries, ({ day }) => day);
 		const group = ([day, all]) => [el("li.group", el("small", day)), ...all.map(each => this.item(each))];
 		const none = this.search.value && heads.length === 0 ? [el("li.group", el("small", "Nothing found"))] : [];
@@ -65,12 +62,9 @@ export class ConversationList {
 			this.chat.remove(entry, place);
 		};
 		const open = button(title, () => this.chat.open(id), props);
-		const item = el(
-			writing ? "li.writing" : "li",
-			open,
-			iconButton("edit", `Rename ${title}`, () => this.rename(entry, item)),
-			iconButton("trash", `Delete ${title}`, remove),
-		);
+		const rename = iconButton("edit", `Rename ${title}`, () => this.rename(entry, item));
+		const buttons = el("span.rest", rename, iconButton("trash", `Delete ${title}`, remove));
+		const item = el(writing ? "li.writing" : "li", open, buttons);
 		return item;
 	}
 

@@ -149,6 +149,9 @@ class ReplyView extends MessageView {
 	update() {
 		const { answer } = this.message;
 		const running = answer.finish === null;
+		const { state, reason } = this.chat.models.current ?? {};
+		const saysWhy = state === "failed" && answer.error.includes(reason.slice(1)); // it begins as a sentence
+		this.element.classList.toggle("says-why", saysWhy);
 		this.answer.update(answer, this.chat.conversation.settings.logprobs);
 		this.waiting.hidden = !running || answer.firstToken !== null;
 		if (!this.waiting.hidden) this.waiting.textContent = this.waitsFor();
@@ -170,10 +173,8 @@ class ReplyView extends MessageView {
 	get call() {
 		if (!this.form || this.form.hidden) return undefined;
 		const areas = [...this.form.querySelectorAll("textarea")];
-		const empty = Math.max(
-			0,
-			areas.findIndex(({ value }) => value === ""),
-		);
+		const first = areas.findIndex(({ value }) => value === "");
+		const empty = Math.max(0, first);
 		return {
 			name: this.message.answer.calls[empty].function.name,
 			focus: () => areas[empty].focus(),

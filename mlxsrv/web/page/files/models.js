@@ -63,12 +63,14 @@ export class Models extends EventTarget {
 		this.dispatchEvent(new Event("change"));
 	}
 
+	/** Make a list to choose from. One sees the choice, below it; a narrow screen shows the name alone. */
 	select() {
 		const onchange = () => {
 			remember("model", select.value);
 			this.choose(select.value);
 		};
 		const select = el("select", { ariaLabel: "Model", onchange });
+		const shown = el("span", { ariaHidden: "true" });
 		this.addEventListener("change", () => {
 			offer(select, this.names, this.chosen);
 			for (const option of select.options) {
@@ -76,8 +78,12 @@ export class Models extends EventTarget {
 				if (isMoving(model) || model.state === "failed") option.text += ` (${stateOf(model)})`;
 				else if (model.size) option.text += ` · ${bytes(model.size)}`;
 			}
+			const { chosen } = this;
+			const begin = chosen.lastIndexOf("/") + 1;
+			const facts = select.selectedOptions[0]?.text.slice(chosen.length);
+			shown.replaceChildren(el("small", chosen.slice(0, begin)), chosen.slice(begin), el("small", facts));
 		});
-		return select;
+		return el("div.toggle.picker", shown, select);
 	}
 
 	/** Make a line that says what keeps the chosen model from answering. */

@@ -1,7 +1,7 @@
 /** The SAE of a model, and those that may be attached. */
 
 import { attempt, button, el, errorLine, offer } from "./dom.js";
-import { bytes, count } from "./figures.js";
+import { bytes, count, joined } from "./figures.js";
 
 const OFFER = "Name folders of SAEs with --sae-dir, or an SAE with POST /api/saes.";
 
@@ -81,11 +81,10 @@ export function query(model) {
 
 /** @param {any} sae or its attachment */
 function described(sae) {
-	const parts = [
+	return joined([
 		sae.d_sae && `${count(sae.d_sae)} features`,
 		sae.layer !== null && `layer ${sae.layer}`,
 		sae.architecture,
 		sae.bytes && bytes(sae.bytes),
-	];
-	return parts.filter(Boolean).join(" · ");
+	]);
 }

@@ -1,7 +1,7 @@
 /** The view "Server", read once a second while it is shown. */
 
-import { button, el, section, table } from "./dom.js";
-import { count, seconds } from "./figures.js";
+import { button, el, isNews, section, table } from "./dom.js";
+import { count, joined, seconds } from "./figures.js";
 import { ModelTable } from "./loading.js";
 import { MemoryBar } from "./memory.js";
 import { Plot, WINDOW } from "./plot.js";
@@ -151,7 +151,6 @@ class Figures {
 
 class ErrorTable {
 	constructor() {
-		this.known = "";
 		this.rows = el("tbody");
 		this.none = el("p.quiet", "No request has failed since the start.");
 		this.table = table("Last errors", ["Time", "Request", "Status", "Code", "Model", "Request id"], this.rows);
@@ -160,9 +159,7 @@ class ErrorTable {
 	}
 
 	update(errors) {
-		const news = JSON.stringify(errors);
-		if (news === this.known) return; // what is selected stays so
-		this.known = news;
+		if (!isNews(this, errors)) return;
 		this.none.hidden = errors.length > 0;
 		this.table.hidden = !this.none.hidden;
 		this.rows.replaceChildren(...errors.map(errorRow));
@@ -183,12 +180,11 @@ function errorRow({ time, method, route, status, code, model, request_id }) {
 }
 
 function described({ ended, failed, prompt_tokens, completion_tokens, ttft }) {
-	const facts = [
+	return joined([
 		`Since the start ${count(ended)} requests, ${count(failed)} failed`,
 		`${count(prompt_tokens)} tokens read, ${count(completion_tokens)} written`,
-	];
-	if (ttft) facts.push(`95 % of first tokens within ${seconds(ttft.p95)}`);
-	return facts.join(" · ");
+		ttft && `95 % of first tokens within ${seconds(ttft.p95)}`,
+	]);
 }
 
 function percent(value) {

@@ -46,8 +46,8 @@ const HINTS = {
 	seed: "The same seed gives the same answer to the same request.",
 };
 
-const THINKING = {
-	"": "As the model does",
+export const THINKING = {
+	"": "Default",
 	on: "On",
 	off: "Off",
 	low: "Low effort",
@@ -95,14 +95,13 @@ function asTool(tool) {
 	return tool?.function ? tool : { type: "function", function: tool };
 }
 
-/** Say in words which settings are on, by name: all that differ from what the model does by itself. */
+/** Say in words which settings are on, by name, but for thinking, which has its own switch. */
 export function inForce(settings) {
-	const { system, think, profile, schema, tools, others, steering } = settings;
+	const { system, profile, schema, tools, others, steering } = settings;
 	const numbers = Object.entries(NUMBERS).filter(([name]) => settings[name] !== null);
 	return {
 		...(system.trim() && { system: "System prompt" }),
 		...Object.fromEntries(numbers.map(([name, [label]]) => [name, `${label} ${settings[name]}`])),
-		...(think && { think: `Thinking: ${THINKING[think].toLowerCase()}` }),
 		...(profile && { profile: `Profile ${profile}` }),
 		...(steering && { steering: "Steering" }),
 		...(schema.trim() && { schema: "JSON schema" }),
@@ -175,7 +174,7 @@ export class SettingsForm {
 	/** Read what the chosen model has of its own, as long as somebody sees it. */
 	async refresh() {
 		const { api, models, options } = this.chat;
-		if (!options?.isOpen) return;
+		if (options?.content.hidden !== false) return;
 		const model = models.chosen;
 		const [shown, profiles] = await Promise.all([
 			api.post("api/show", { model }).catch(() => null),

@@ -1,17 +1,17 @@
 /** What an empty chat shows: the model, questions to begin with, and what else there is to try. */
 
-import { button, el } from "./dom.js";
-import { bytes, count } from "./figures.js";
+import { button, el, isNews } from "./dom.js";
+import { bytes, count, joined } from "./figures.js";
 import { icon } from "./icons.js";
 
 /** Questions that the demo model knows the answers to. */
 const QUESTIONS = [
 	"What can you do?",
+	"What is temperature?",
+	"How many requests run together?",
+	"Is it free software?",
 	"How do I stop the server?",
 	"How do I serve a model of my own?",
-	"How many requests run together?",
-	"What is temperature?",
-	"Is it free software?",
 ];
 
 /** What a model that is no demo can be asked for. */
@@ -25,11 +25,10 @@ const ANY = [
 export class Welcome {
 	constructor(chat) {
 		this.chat = chat;
-		this.shown = "";
 		this.name = el("h2", { dir: "auto" });
 		this.about = el("p", "The built-in demo model. It answers questions about this server.");
 		this.facts = el("p.quiet");
-		this.questions = el("div.questions", { role: "group", ariaLabel: "Questions to begin with" });
+		this.questions = el("div.questions.line", { role: "group", ariaLabel: "Questions to begin with" });
 		const doors = el(
 			"div.doors.tiles",
 			door("chat", "Chat", "Ask, edit, and ask again: each answer stays as a branch.", () => chat.box.focus()),
@@ -49,11 +48,10 @@ export class Welcome {
 
 	draw() {
 		const model = this.chat.models.current;
-		const shown = JSON.stringify([model?.id, factsOf(model ?? {})]);
-		if (shown === this.shown) return; // what has the focus keeps it
-		this.shown = shown;
+		const facts = factsOf(model ?? {});
+		if (!isNews(this, [model?.id, facts])) return;
 		this.name.textContent = model?.id ?? "mlxsrv";
-		this.facts.textContent = factsOf(model ?? {});
+		this.facts.textContent = facts;
 		this.about.hidden = model?.id !== "demo";
 		const questions = model?.id === "demo" ? QUESTIONS : ANY;
 		const ask = question => button(question, () => this.chat.sendMessage(question));
@@ -63,12 +61,11 @@ export class Welcome {
 }
 
 function factsOf({ details, size, context_length: context }) {
-	const facts = [
+	return joined([
 		details?.parameter_size && `${details.parameter_size} parameters`,
 		size && bytes(size),
 		context && `${count(context)} tokens of context`,
-	];
-	return facts.filter(Boolean).join(" · ");
+	]);
 }
 
 function door(name, title, text, press) {
