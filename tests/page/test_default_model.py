@@ -73,6 +73,7 @@ def test_a_load_that_fails_is_told_and_tried_again(
         page.get_by_role("link", name="Server").click()
         view = page.get_by_role("region", name="Server", exact=True)
         expect(view.get_by_role("status")).to_contain_text("Failed: the hub has no repository")
+        expect(told).to_be_hidden()
         page.get_by_role("link", name="Chat").click()
         ask(page, "Hello")
         again = page.get_by_role("button", name="Try again")

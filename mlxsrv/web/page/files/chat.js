@@ -34,8 +34,9 @@ export class View {
 		this.runs = new Runs(this);
 		this.views = new Map(); // of the messages that are shown, by id
 		this.wanted = ""; // the conversation that was asked for last
-		this.coming = recall("conversation"); // what this tab had open, until something is shown
+		this.coming = recall("conversation"); // until something is shown
 		this.following = true; // whether the end stays in sight
+		this.top = 0;
 		this.settings = new SettingsForm(this);
 		this.list = new ConversationList(this);
 		this.side = new Panel("panel", "Chats", this.list.element, isWide());
@@ -441,10 +442,12 @@ export class View {
 		this.meter.classList.toggle("error", used > 0.9 * limit);
 	}
 
-	/** Note whether the user is at the end. */
+	/** Note whether the user is at the end, which only who moves up leaves. */
 	follow() {
 		const { scrollHeight, scrollTop, clientHeight } = this.log;
-		this.following = scrollHeight - scrollTop - clientHeight < NEAR;
+		this.following &&= scrollTop >= this.top;
+		this.following ||= scrollHeight - scrollTop - clientHeight < NEAR;
+		this.top = scrollTop;
 	}
 
 	/** Stay at the end as long as the user does, unless a list of alternatives is open. */

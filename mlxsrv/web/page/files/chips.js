@@ -3,7 +3,7 @@
 import { el, isNews, small } from "./dom.js";
 import { THINKING, defaults, inForce } from "./settings.js";
 
-const NEXT = { "": "off", off: "on" }; // after these, the switch of thinking has the default
+const NEXT = { "": "off", off: "on" }; // of thinking; then its default
 
 export class Chips {
 	constructor(chat) {

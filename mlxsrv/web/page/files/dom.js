@@ -54,7 +54,7 @@ export function section(title, ...children) {
 	return el("section", { ariaLabel: title }, el("h2", title), ...children);
 }
 
-/** Note what a view is to show. @returns whether it is new: what is not drawn anew keeps the focus */
+/** Whether a view is to show something new: what is not drawn anew keeps the focus. */
 export function isNews(view, state) {
 	const before = view.shown;
 	view.shown = JSON.stringify(state);

@@ -150,7 +150,7 @@ class ReplyView extends MessageView {
 		const { answer } = this.message;
 		const running = answer.finish === null;
 		const { state, reason } = this.chat.models.current ?? {};
-		const saysWhy = state === "failed" && answer.error.includes(reason.slice(1)); // it begins as a sentence
+		const saysWhy = state === "failed" && answer.error.includes(reason.slice(1)); // with a capital
 		this.element.classList.toggle("says-why", saysWhy);
 		this.answer.update(answer, this.chat.conversation.settings.logprobs);
 		this.waiting.hidden = !running || answer.firstToken !== null;

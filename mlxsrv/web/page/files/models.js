@@ -63,7 +63,7 @@ export class Models extends EventTarget {
 		this.dispatchEvent(new Event("change"));
 	}
 
-	/** Make a list to choose from. One sees the choice, below it; a narrow screen shows the name alone. */
+	/** Make a list, over the choice that one sees: on a narrow screen the name alone. */
 	select() {
 		const onchange = () => {
 			remember("model", select.value);

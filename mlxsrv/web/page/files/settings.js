@@ -95,7 +95,7 @@ function asTool(tool) {
 	return tool?.function ? tool : { type: "function", function: tool };
 }
 
-/** Say in words which settings are on, by name, but for thinking, which has its own switch. */
+/** Say in words which settings are on, by name. Thinking has its own switch. */
 export function inForce(settings) {
 	const { system, profile, schema, tools, others, steering } = settings;
 	const numbers = Object.entries(NUMBERS).filter(([name]) => settings[name] !== null);
