@@ -42,12 +42,13 @@ class ServerClient:
     Args:
         url: without `/v1`.
         key: the server's, if it wants one.
+        known: it is a server of this kind, though it may take its time to answer at first.
     """
 
-    def __init__(self, url: str, key: str | None = None) -> None:
+    def __init__(self, url: str, key: str | None = None, *, known: bool = False) -> None:
         self.url = url
         self.key = key
-        self._patience = _FIRST_PATIENCE
+        self._patience = _PATIENCE if known else _FIRST_PATIENCE
 
     def is_there(self) -> bool:
         """Whether a server of this kind answers at the address."""

@@ -131,7 +131,7 @@ def running_server(
         key = settings.api_key[0] if settings.api_key else secrets.token_urlsafe()
         started = StartedServer(arguments, key)
         try:
-            client = ServerClient(started.url(), key)
+            client = ServerClient(started.url(), key, known=True)
             _wait_until_ready(client, line, started)
             line.clear()
             yield client, model or "default"
