@@ -139,7 +139,7 @@ class InSlots:
     def join(self, row: RowCache) -> None:
         number = next(self._numbers)
         prompt = np.zeros(row.tokens + 1, np.uint32)
-        self._groups.join([Row(Job(number, "", (0,), 99, frozenset(), Sampling()), number, prompt)])
+        self._groups.join([Row(Job(number, "", (0,), 99, frozenset(), Sampling()), prompt)])
         self._arrange({number: row})
 
     def leave(self, place: int) -> None:

@@ -72,7 +72,7 @@ def _ended() -> RequestEnded:
         reasons=("stop",),
         begun=1.0,
         ttft=0.1,
-        submitted=1.01,
+        started=1.01,
         first_token=None,
         last_token=None,
         error=None,

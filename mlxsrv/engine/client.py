@@ -69,11 +69,11 @@ _log = logging.getLogger("mlxsrv.engine")
 class EngineClient:
     """One app's connection to the device thread, used on the app's event loop only.
 
-    A job's receiver is called with Started, with Progress while its prompt takes several slices,
-    with PromptRead, with PromptScored if that was asked for, then with Tokens, and with exactly
-    one end: a Token with `finish`, Finished, or Failed. After `cancel` it is not called again:
-    events already on their way find no receiver and are dropped. If a receiver raises, its job is
-    cancelled; other jobs go on.
+    A job's receiver is called with Started when it has its turn, with Progress while its prompt
+    takes several slices, with PromptRead, with PromptScored if that was asked for, then with
+    Tokens, and with exactly one end: a Token with `finish`, Finished, or Failed. After `cancel` it
+    is not called again: events already on their way find no receiver and are dropped. If a receiver
+    raises, its job is cancelled; other jobs go on.
 
     Args:
         device: the thread.
@@ -146,12 +146,18 @@ class EngineClient:
         self._send(Submit(job))
         self._watchdog.wake()
 
-    async def embed(self, order: Embed, progressed: Callable[[], None] = lambda: None) -> Vectors:
+    async def embed(
+        self,
+        order: Embed,
+        progressed: Callable[[], None] = lambda: None,
+        started: Callable[[int], None] = lambda _: None,
+    ) -> Vectors:
         """Embed texts. If the caller is cancelled, the texts that are not computed yet are dropped.
 
         Args:
             order: the texts.
             progressed: called while they take several slices.
+            started: called with the job's id when it has its turn.
 
         Returns:
             Their vectors, `(texts, width)`; or the logits of pairs, `(pairs, labels)`.
@@ -163,7 +169,7 @@ class EngineClient:
         """
         self._require_alive()
         future: asyncio.Future[JobEvent] = self._loop.create_future()
-        self._receivers[order.id] = partial(_settle_or_report, future, progressed)
+        self._receivers[order.id] = partial(_settle_or_report, future, progressed, started)
         self._send(order)
         self._watchdog.wake()
         try:
@@ -349,9 +355,14 @@ def _settle(future: asyncio.Future[Any] | None, outcome: Any) -> None:
 
 
 def _settle_or_report(
-    future: asyncio.Future[Any], progressed: Callable[[], None], event: JobEvent
+    future: asyncio.Future[Any],
+    progressed: Callable[[], None],
+    started: Callable[[int], None],
+    event: JobEvent,
 ) -> None:
     if isinstance(event, Progress):
         progressed()
+    elif isinstance(event, Started):
+        started(event.job)
     else:
         _settle(future, event)

@@ -13,7 +13,8 @@ from mlxsrv.generation.outputs import FinishReason, Vectors
 
 
 class Started(msgspec.Struct, frozen=True):
-    """The engine has taken the job. From here on it ends with a last Token, Finished or Failed."""
+    """It is the job's turn: it has a slot, and there is memory to read its prompt. The job of texts
+    to embed has a slot."""
 
     job: int
 

@@ -76,6 +76,19 @@ class Unload(msgspec.Struct, frozen=True, tag=True):
 # Jobs.
 
 
+class Turn(msgspec.Struct, frozen=True):
+    """The place of a job in the line of its model follows from these.
+
+    `client` is whose job it is: a digest, which means nothing outside of this process. A lower
+    `priority` is served earlier. The jobs of a client are served in the order of `arrival`, a
+    number of the request.
+    """
+
+    client: str = ""
+    priority: int = 0
+    arrival: int = 0
+
+
 class Job(msgspec.Struct, frozen=True):
     """One sequence to generate: a prompt of at least one token, and when to end.
 
@@ -100,10 +113,12 @@ class Job(msgspec.Struct, frozen=True):
     steering: Steering | None = None
     bans: Bans | None = None
     grammar: Grammar | None = None
+    turn: Turn = Turn()
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """Generate a job's sequence. Ends with a Token with `finish`, Finished or Failed."""
+    """Generate a job's sequence, once it is its turn: Started. Ends with a Token with `finish`,
+    Finished or Failed."""
 
     job: Job
 
@@ -112,13 +127,14 @@ class Embed(msgspec.Struct, frozen=True, tag=True):
     """Make a vector of each text; or judge pairs of texts, where the model is a cross-encoder.
 
     A text has at least one token. `firsts` are given for pairs: how many tokens of each belong to
-    its first text. Ends with Embedded or Failed.
+    its first text. Begins with its turn, as a Job: Started. Ends with Embedded or Failed.
     """
 
     id: int
     model: str
     texts: tuple[tuple[int, ...], ...]
     firsts: tuple[int, ...] = ()
+    turn: Turn = Turn()
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):

@@ -135,7 +135,7 @@ class Identity(msgspec.Struct, frozen=True):
 
 
 class Opened(msgspec.Struct, frozen=True):
-    """The engine has the first job of the reply."""
+    """It is the turn of the first job of the reply: it has a slot and memory."""
 
 
 class PromptDone(msgspec.Struct, frozen=True):

@@ -110,7 +110,10 @@ class ModelState(Struct, frozen=True, kw_only=True):
     rows: int
     """Answers that are being generated; others of the requests wait."""
     max_rows: int
+    waiting_for_load: int
+    """Requests that wait for the model's files, tokenizer or weights."""
     waiting_for_row: int
+    """Answers that stand in the line of the model."""
     waiting_clients: int
     """Clients whose requests wait for a row."""
     bytes: int | None

@@ -72,10 +72,6 @@ class Choice:
         self.state = State.QUEUED
         self.finish: FinishReason | None = None  # set: the state is FINISHED or CLOSED
         self.cached_tokens = 0
-        self.opens_late = False
-        """Whether the answer opens with the first progress, for the engine may yet refuse the job
-        that it has taken."""
-        self._prompt_tokens_read = 0
         self._scores = scores
         self._echo = echo
         self._returns_ids = returns_ids
@@ -100,13 +96,6 @@ class Choice:
         """The number of tokens that have arrived and were not read yet."""
         return len(self._tokens)
 
-    @property
-    def cost(self) -> int:
-        """The number of tokens that the engine has read and generated for it so far. Tokens of the
-        prompt that were cached are not read, and those of a prompt that is not read to its end do
-        not count."""
-        return self._prompt_tokens_read + self.sampled + self.waiting_tokens
-
     def enter(self, state: State) -> None:
         """Change to `state`. Raises RuntimeError if it may not follow the current state."""
         self.state = follow("a choice", self.state, state, FOLLOWS)
@@ -119,15 +108,6 @@ class Choice:
     def _finish(self, reason: FinishReason) -> None:
         self.finish = reason
         self.enter(State.FINISHED)
-
-    def open(self) -> bool:
-        """Open the answer, if that was put off. Returns whether it was."""
-        if not self.opens_late:
-            return False
-        self.opens_late = False
-        if self.index == 0:
-            self._opening = [Opened()]
-        return True
 
     def receive(self, event: JobEvent) -> None:
         """Note an event of the job."""
@@ -143,17 +123,15 @@ class Choice:
                 if event.finish is not None:
                     self._finish(event.finish)
             case PromptRead():
-                self.open()
                 self.cached_tokens = event.cached
-                self._prompt_tokens_read = len(self.job.prompt) - event.cached
                 if self.index == 0:
                     self._opening.append(PromptDone(len(self.job.prompt), event.cached))
             case PromptScored():
                 self._prompt = event.scores
-            case Started() if self.index == 0 and not self.opens_late:
-                # The engine takes jobs in the order in which they were submitted, so this is the
-                # first event of the whole reply.
-                self._opening = [Opened()]
+            case Started():
+                self.enter(State.SUBMITTED)
+                if self.index == 0:  # its turn is the first of the reply's
+                    self._opening = [Opened()]
             case Finished():
                 self._finish("length")
 

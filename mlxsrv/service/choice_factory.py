@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import asdict, replace
 
-from mlxsrv.engine.orders import Job
+from mlxsrv.engine.orders import Job, Turn
 from mlxsrv.errors import ContextLengthExceeded
 from mlxsrv.generation.parameters import (
     DryPenalty,
@@ -53,6 +53,7 @@ class ChoiceFactory:
     plan: PromptPlan
     grammar: Grammar | None
     steering: Steering | None
+    turn: Turn
 
     def make(self) -> list[Choice]:
         """Raises ContextLengthExceeded if a prompt leaves no room for an answer."""
@@ -119,6 +120,7 @@ class ChoiceFactory:
             steering=self.steering,
             bans=self.plan.bans,
             grammar=grammar,
+            turn=self.turn,
         )
 
     @property

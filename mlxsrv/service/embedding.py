@@ -75,12 +75,12 @@ class EmbeddingTask:
         await lease.enter()
         self._work.enter(State.QUEUED)
         job_id = next(self._resources.job_ids)
-        order = Embed(job_id, lease.model.name, inputs.texts, inputs.firsts)
-        await lease.borrow_row(self)
+        order = Embed(job_id, lease.model.name, inputs.texts, inputs.firsts, lease.turn)
+        lease.note_queued(job_id)
         try:
             vectors = await self._embed(order)
         finally:
-            lease.return_row(self, inputs.tokens)
+            lease.note_ended(job_id)
         log(
             _log,
             logging.INFO,
@@ -94,9 +94,9 @@ class EmbeddingTask:
         return inputs, vectors
 
     async def _embed(self, order: Embed) -> Vectors:
-        self._work.enter(State.SUBMITTED)
+        engine = self._resources.pool.engine
         try:
-            return await self._resources.pool.engine.embed(order, self._work.note_progress)
+            return await engine.embed(order, self._work.note_progress, self._note_started)
         except (EngineFailed, InsufficientMemory):
             raise
         except ServeError as error:
@@ -113,6 +113,10 @@ class EmbeddingTask:
                 "the server failed while embedding; its log says why under request id "
                 f"{self._request_id}"
             ) from None
+
+    def _note_started(self, job: int) -> None:
+        self._lease.note_started(job)
+        self._work.note_start()
 
     def _plan_texts(self, spec: EmbeddingSpec, tokenizer: Tokenizer) -> EmbeddingInputs:
         config = self._lease.pooling_config

@@ -36,7 +36,7 @@ class State(Enum):
     PREPARING = "preparing"
     """Its prompts become tokens, and its model is loaded."""
     QUEUED = "queued"
-    """Waits for a row."""
+    """Stands in the line of its model, for a row and for memory."""
     SUBMITTED = "submitted"
     """Has a row. The engine still reads other prompts."""
     RUNNING = "running"
@@ -219,6 +219,11 @@ class TimedWork(Lifecycle):
         if self._error is not None:
             raise self._error
         super().enter(state)
+
+    def note_start(self) -> None:
+        """Note that it has a row; called from the engine's callbacks."""
+        if self._error is None:
+            self.enter(State.SUBMITTED)
 
     def note_progress(self) -> None:
         """Note that the engine has done something for it; called from the engine's callbacks."""

@@ -34,7 +34,7 @@ class Generated(Struct, frozen=True, kw_only=True):
         reasons: why each choice ended; empty if the reply failed or its client left.
         begun: when the reply was made.
         ttft: seconds until its first text was read, as in the log; None if none was.
-        submitted: when the engine got its first job; None if it got none.
+        started: when its first job had its turn; None if none had.
         first_token, last_token: when they arrived; None if there is none, or if no observer is
             timed.
         error: the code of the error that ended the reply, if one did.
@@ -46,7 +46,7 @@ class Generated(Struct, frozen=True, kw_only=True):
     reasons: tuple[FinishReason, ...]
     begun: float
     ttft: float | None
-    submitted: float | None
+    started: float | None
     first_token: float | None
     last_token: float | None
     error: str | None
@@ -129,7 +129,7 @@ class Timing:
         callbacks = [observer.tokens(model) for observer in observers]
         self._callbacks = tuple(each for each in callbacks if each is not None)
         self.begun = monotonic()
-        self.submitted: float | None = None
+        self.started: float | None = None
         self.first_token: float | None = None
         self.last_token: float | None = None
         self._prompts_from: float | None = None  # when the engine began with the first prompt
@@ -154,11 +154,15 @@ class Timing:
         total = monotonic() - self.begun
         return Timings(self._prompts_to - self._prompts_from, answer, load, total)
 
+    def note_start(self) -> bool:
+        """Note that a job has its turn. Returns whether it is the first."""
+        first = self.started is None
+        self.started = monotonic() if self.started is None else self.started
+        return first
+
     def watch(self, receive: Receiver) -> Receiver:
-        """Return `receive` for a job that is submitted now, with the time of each token noted if
-        somebody wants to know it."""
-        if self.submitted is None:
-            self.submitted = monotonic()
+        """Return `receive` for a job, with the time of each token noted if somebody wants to know
+        it."""
         if not self._wanted:
             return receive
         callbacks = self._callbacks

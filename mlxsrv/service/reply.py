@@ -141,23 +141,11 @@ class Reply:
         self._choices = await self._make_choices(tokenizer)
         await self._lease.enter()
         self._proceed(State.QUEUED)
+        # No await from here on: if the task is cancelled, either no job is submitted or all are,
+        # and release() undoes that. Nor can the SAE be detached: the order to do so would be behind
+        # the jobs in the device thread's inbox. Each has its own turn in the engine's line.
         for choice in self._choices:
-            await self._lease.borrow_row(choice)
-            if self.state in ENDED:
-                # It ended while it was queued, and a client that reads nothing has not heard yet.
-                self._lease.return_row(choice)
-                return
-            # No await from here on: if the task is cancelled, either no row is held or the job is
-            # submitted; release() undoes both. Nor can the SAE be detached: the order to do so
-            # would be behind the job in the device thread's inbox.
             self._submit(choice)
-        log(
-            _log,
-            logging.INFO,
-            "stream start",
-            **self._log_fields(),
-            prompt_tokens=self._prompt_tokens,
-        )
 
     def _proceed(self, state: State) -> None:
         """Enter `state`. Raises Withdrawn if the reply ended while its admission waited."""
@@ -189,6 +177,7 @@ class Reply:
             planned,
             None if self._compiled is None else self._compiled.grammar,
             steering,
+            self._lease.turn,
         )
         return factory.make()
 
@@ -208,14 +197,10 @@ class Reply:
     def _submit(self, choice: Choice) -> None:
         """Raises SAENotAttached if the SAE that was asked for has gone."""
         choice.job = self._confirm_steering(choice.job)
-        # A text that may not fit into memory is refused by the engine, after some rounds.
-        room = self._resources.pool.has_room(self._lease.model, len(choice.job.prompt))
-        choice.opens_late = not room
         self._engine = self._resources.pool.engine
         receive: Receiver = partial(self._receive, choice)
+        self._lease.note_queued(choice.job.id)
         self._engine.submit(choice.job, self._timing.watch(receive))
-        choice.enter(State.SUBMITTED)
-        self._follow_choices()
 
     def _confirm_steering(self, job: Job) -> Job:
         if job.steering is None:
@@ -265,18 +250,28 @@ class Reply:
                 self._follow_choices()
         match event:
             case Progress():
-                if not choice.open():
-                    return
+                return
             case Activations():
                 self._resources.steering.record(self.identity.model, self.identity.id, event)
                 return
             case Failed():
                 self._fail_with(event)
+            case Started():
+                choice.receive(event)
+                self._start_choice(choice)
             case _:
                 choice.receive(event)
                 if choice.finish is not None:
                     self._end_choice(choice)
         self._wakeup.wake()
+
+    def _start_choice(self, choice: Choice) -> None:
+        """Note that a choice has a row."""
+        self._lease.note_started(choice.job.id)
+        self._follow_choices()
+        if self._timing.note_start():
+            fields = self._log_fields()
+            log(_log, logging.INFO, "stream start", **fields, prompt_tokens=self._prompt_tokens)
 
     def _fail_with(self, event: Failed) -> None:
         error: ServeError
@@ -358,13 +353,13 @@ class Reply:
     # The end.
 
     def _end_choice(self, choice: Choice) -> None:
-        """Give back the row of a choice that has ended, before its client has read that: it may
-        read slowly or never, and others wait for the row."""
+        """Note that a choice has ended, and so has its row, before its client has read that: it may
+        read slowly or never."""
         self._cancel(choice)
         self._follow_choices()
 
     def _give_back(self) -> None:
-        """Give back all rows, and the claim on the model."""
+        """Take back all jobs, and the claim on the model."""
         for choice in self._choices:
             self._cancel(choice)
         self._lease.release()
@@ -372,7 +367,7 @@ class Reply:
     def _cancel(self, choice: Choice) -> None:
         if self._engine is not None:
             self._engine.cancel(choice.job.id)  # does nothing for a job that is over
-        self._lease.return_row(choice, choice.cost)
+        self._lease.note_ended(choice.job.id)
 
     def release(self) -> None:
         """Give back all that the reply holds: its rows, its place, its timers. Only the first call
@@ -405,7 +400,7 @@ class Reply:
             reasons=tuple(choice.reason for choice in self._choices) if ended else (),
             begun=timing.begun,
             ttft=self._ttft,
-            submitted=timing.submitted,
+            started=timing.started,
             first_token=timing.first_token,
             last_token=timing.last_token,
             error=None if self._error is None else self._error.code,

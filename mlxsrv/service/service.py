@@ -1,7 +1,8 @@
 """The service of one app: its models, and the requests that are under way.
 
 Making a Reply raises all that is known before anything is waited for: an unknown model, a full
-queue, a server that is shutting down. Its `admit` then waits: for the tokenizer, the model, a row.
+queue, a server that is shutting down. Its `admit` then waits for the tokenizer and the model, and
+its jobs wait for their turns in the engine's line.
 The caller reads its `outputs` in the same task group, and ends it with `release`.
 """
 

@@ -64,7 +64,7 @@ def _row(model: Mapping[str, Any]) -> tuple[str, ...]:
         model["id"],
         model["state"] + done,
         str(model["rows"]),
-        str(max(model["requests"] - model["rows"], model["waiting_for_row"])),
+        str(model["waiting_for_load"] + model["waiting_for_row"]),
         "-" if model["bytes"] is None else sized(model["bytes"]),
         "-" if idle is None else f"{idle:.0f} s",
     )

@@ -84,7 +84,7 @@ def _headers(error: ServeError) -> dict[str, str]:
 class ReplyStream(StreamingResponse):
     """A reply that is sent while it is generated.
 
-    Status 200 goes out when the engine has the job or, if that takes long, with the first
+    Status 200 goes out when the job has its turn or, if that takes long, with the first
     keep-alive. A failure before that is answered with its own status and JSON, whatever
     Accept says, because clients show an event to their users as it is.
     """
@@ -155,7 +155,7 @@ class ReplyBody(Response):
 async def _answering(reply: Reply, receive: Receive) -> AsyncIterator[None]:
     """Admit `reply` while the block answers it, and release it however the block ends.
 
-    Three tasks run in one group: the block; the admission, which waits for the model and for a row;
+    Three tasks run in one group: the block; the admission, which waits for the model and submits;
     and a watch, which cancels the other two when the client goes away. `release` runs after all
     three have ended, so none of them can act on a released reply.
     """

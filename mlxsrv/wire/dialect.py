@@ -104,7 +104,7 @@ class Builder(ABC):
         """The sign of life while nothing is produced. It may come before the opening."""
 
     def opening(self) -> bytes:
-        """The engine has the request."""
+        """It is the turn of the request."""
         return b""
 
     def prompt_done(self, tokens: int, cached: int) -> bytes:

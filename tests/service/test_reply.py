@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from mlxsrv.engine.plans import Read
 from mlxsrv.errors import Overloaded, ShuttingDown
 from mlxsrv.generation.outputs import Ended, TextPiece
 from mlxsrv.generation.spec import ChatMessage, ChatPrompt, GenerationSpec
@@ -16,6 +17,7 @@ from mlxsrv.service.lifecycle import State, TimedWork
 from mlxsrv.service.reply import Reply
 from mlxsrv.service.service import Service
 from mlxsrv.settings import Settings
+from tests.support.device import gate
 from tests.support.tiny import write_model
 
 CLIENT = Client("c")
@@ -33,20 +35,18 @@ def test_a_reply_that_failed_in_the_queue_takes_no_row(tmp_path: Path) -> None:
         ]
         model = service.pool.model("m")
         assert model is not None
-        rows = model.rows
         await running.admit()
-        admission = asyncio.create_task(queued.admit())
-        while not len(model.row_queue):  # noqa: ASYNC110 - it tells no event of it
-            await asyncio.sleep(0.01)
+        assert await running.outputs()
+        await queued.admit()
+        assert (len(model.running), len(model.queued)) == (1, 1)
         queued.fail(ShuttingDown("over"))  # and nobody reads it
         running.release()
-        await admission
-        assert rows.borrowed_tokens == 0
+        assert (model.running, model.queued) == (set(), {})
         await third.admit()
         assert await third.outputs()
         for reply in (queued, third):
             reply.release()
-        assert rows.borrowed_tokens == 0
+        assert (model.running, model.queued) == (set(), {})
         await service.close()
 
     asyncio.run(asyncio.wait_for(test(), 60))
@@ -78,11 +78,13 @@ def test_a_reply_may_fail_at_any_step_of_its_admission(
         reply.fail(Overloaded("too late"))
         await admission
         await read_to_failure(reply)
-        assert (model.leases, model.rows.borrowed_tokens) == (0, 0)
+        assert (model.leases, model.running, model.queued) == (0, set(), {})
         reply.release()
         await service.close()
 
-    with caplog.at_level(logging.INFO, "mlxsrv"):
+    with caplog.at_level(logging.INFO, "mlxsrv"), gate(Read) as reading:
+        if when is State.RUNNING:
+            reading.open()
         asyncio.run(asyncio.wait_for(test(), 60))
     assert "admission failed" not in caplog.messages
     assert caplog.messages.count("stream error") == 1
@@ -140,7 +142,7 @@ def test_a_choice_that_waits_for_a_row_ends_with_the_time_of_its_reply(tmp_path:
         await admission
         model = service.pool.model("m")
         assert model is not None
-        assert (model.leases, model.rows.borrowed_tokens) == (0, 0)
+        assert (model.leases, model.running, model.queued) == (0, set(), {})
         reply.release()
         await service.close()
 

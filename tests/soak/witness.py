@@ -50,7 +50,7 @@ def take(app: App, tasks: int) -> Holdings:
         tasks=tasks,
         threads=dict(Counter(re.sub(r"[-_]?\d+", "", t.name) for t in threading.enumerate())),
         borrowed={
-            "rows": sum(model.rows.borrowed_tokens for model in models),
+            "rows": sum(len(model.running) + len(model.queued) for model in models),
             "tokenizers": sum(model.tokenizing.borrowed_tokens for model in models),
             "compilers": sum(model.compiling.borrowed_tokens for model in models),
             "threads": int(anyio.to_thread.current_default_thread_limiter().borrowed_tokens),

@@ -172,7 +172,7 @@ class World:
         for model in self.pool:
             assert model.state is LoadState.LOADED, f"{model.name} is kept for nobody"
             assert (model.leases, model.users, model.waiting) == (0, 0, 0)
-            assert (model.rows.borrowed_tokens, len(model.row_queue)) == (0, 0)
+            assert (model.running, model.queued) == (set(), {})
         if self.settings.idle_timeout is not None:
             await asyncio.sleep(2 * self.settings.idle_timeout)
             assert self.engine.loaded <= {*self.settings.pin}
@@ -184,7 +184,7 @@ class World:
 
 
 class Request:
-    """Does what a reply does: it reads the prompt, enters, borrows a row and generates. It may be
+    """Does what a reply does: it reads the prompt, enters, waits for a row and generates. It may be
     cancelled, as by a client that leaves; or its lease may end while its task goes on, as by a
     deadline."""
 
@@ -192,7 +192,6 @@ class Request:
         self._world = world
         self._refuse = refuse
         self._lease: Lease | None = None
-        self._row = object()
         self._holds = False
         self.name = name
         self.task = asyncio.create_task(self._run())
@@ -226,12 +225,12 @@ class Request:
         self._holds = True
         self._world.held[self.name] += 1
         assert self.name in self._world.engine.loaded
-        await lease.borrow_row(self._row)
+        lease.note_queued(id(self))
+        await self._world.pause()
         if not self._holds:
-            lease.return_row(self._row)
             return "ended"
+        lease.note_started(id(self))
         for _ in range(3):
-            assert lease.model.rows.borrowed_tokens <= 2
             await self._world.pause()
         return "answered" if self._holds else "ended"
 
@@ -253,7 +252,7 @@ class Request:
             self._holds = False
             self._world.held[self.name] -= 1
         if self._lease is not None:
-            self._lease.return_row(self._row)
+            self._lease.note_ended(id(self))
             self._lease.release()
 
 

@@ -46,7 +46,7 @@ async def opened(folder: Path, **options: Any) -> AsyncIterator[Pool]:
 def check_idle(pool: Pool) -> None:
     for model in pool:
         assert (model.leases, model.users, model.waiting) == (0, 0, 0)
-        assert (model.rows.borrowed_tokens, len(model.row_queue)) == (0, 0)
+        assert (model.running, model.queued) == (set(), {})
         assert model.status in ("loaded", "loading")
     assert pool.statistics().queue == ()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -11,7 +11,7 @@ import mlx.core as mx
 import msgspec
 
 from mlxsrv.engine.cache.kv_caches import KVCacheFactory
-from mlxsrv.engine.events import Event, MemoryShort, Progress
+from mlxsrv.engine.events import Event, MemoryShort, Progress, Started
 from mlxsrv.engine.execution.batch_check import check_batching
 from mlxsrv.engine.execution.text_runner import TextRunner
 from mlxsrv.engine.faults import note
@@ -55,7 +55,8 @@ def nominal_seconds(work: WorkItem) -> float:
 class TextEngine:
     """Generates text with a real model, a round at a time, on the thread of its caller.
 
-    Its events are those of the schedule but for Progress.
+    Its events are those of the schedule but for Progress, and for the Started of a job whose turn
+    does not come at once.
 
     Args:
         model: a model of mlx-lm's.
@@ -101,7 +102,7 @@ class TextEngine:
         )
         if budget is not None:
             self.budget.set(budget)
-        self._constraints: Mapping[int, Constraint] = {}
+        self._constraints: dict[int, Constraint] = {}
         self._unsent: list[Event] = []
 
     def speculate(
@@ -132,9 +133,11 @@ class TextEngine:
         }
 
     def submit(self, job: Job, constraint: Constraint | None = None) -> list[Event]:
-        self._constraints = {} if constraint is None else {job.id: constraint}
+        if constraint is not None:
+            self._constraints[job.id] = constraint
         self.schedule.submit(job)
-        return self._run(self.schedule.plan_rows())
+        self.budget.begin_round()
+        return self._run(self.schedule.plan_rows(), submits=True)
 
     def cancel(self, job_ids: Iterable[int]) -> None:
         self.schedule.cancel(set(job_ids))
@@ -169,7 +172,7 @@ class TextEngine:
     def round(self) -> list[Event]:
         return self.decode() + self.prefill()
 
-    def _run(self, items: Sequence[WorkItem]) -> list[Event]:
+    def _run(self, items: Sequence[WorkItem], *, submits: bool = False) -> list[Event]:
         for work in items:
             began = perf_counter()
             done: Done | None = None
@@ -182,7 +185,8 @@ class TextEngine:
             self.schedule.settle(work, self._retime(work, outcome))
         events = [*self.budget.events]
         self.budget.events.clear()
-        return [event for event in events if not isinstance(event, (Progress, MemoryShort))]
+        untold = (Progress, MemoryShort) if submits else (Progress, MemoryShort, Started)
+        return [event for event in events if not isinstance(event, untold)]
 
     def _retime(self, work: WorkItem, outcome: Outcome) -> Outcome:
         """The outcome with the times that the work is said to have taken."""

@@ -305,7 +305,7 @@ def test_leaving_gives_back_every_row(folders: Folders, rows: int, streaming: bo
     def lent() -> int | None:
         """Rows that are lent; None before the first request."""
         model = pools[-1].model("t") if pools else None
-        return None if model is None else model.rows.borrowed_tokens
+        return None if model is None else len(model.running)
 
     async def leave(url: str) -> None:
         async with httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client:
@@ -317,7 +317,7 @@ def test_leaving_gives_back_every_row(folders: Folders, rows: int, streaming: bo
             await _until(lambda: lent() == 0)
             model = pools[-1].model("t")
             assert model is not None
-            assert len(model.row_queue) == 0
+            assert not model.queued
             answered = (await client.post(CHAT, json=chat(n=4))).json()
             assert len(texts(answered)) == 4
 

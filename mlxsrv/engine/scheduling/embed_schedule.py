@@ -10,12 +10,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 
-from mlxsrv.engine.events import Embedded, Event, Failed, Progress, Shortage
+from mlxsrv.engine.events import Embedded, Event, Failed, Progress, Shortage, Started
 from mlxsrv.engine.orders import Embed
 from mlxsrv.engine.outcomes import EmbedFacts, Outcome, TextsRead
 from mlxsrv.engine.plans import AdmitTexts, EmbedSlice, ReleaseTexts, TextSpan
 from mlxsrv.engine.scheduling.embed_memory import EmbedMemory
+from mlxsrv.engine.scheduling.job_line import JobLine
 from mlxsrv.engine.scheduling.memory_budget import MemoryBudget
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.scheduling.text_queue import QueuedText, TextQueue
@@ -24,6 +26,7 @@ _SECONDS = 0.25  # of a slice while nothing streams: how long a new request may 
 _MOST_TOKENS = 16 * 1024  # of a slice, padding included; the layers' memory grows with it
 _MOST_WHOLE = 4096  # tokens of one text; attention's memory grows with their square
 _BESIDE = 4  # many slices in a row may take one part in so many of other models' gaps
+_UNBOUNDED = 1 << 30  # slots
 _LEAST = 16  # tokens; a slice of fewer would cost a whole pass for next to nothing
 
 
@@ -38,15 +41,23 @@ class EmbedSchedule:
         facts: what it can do.
         pace: how long a slice may be beside streams; shared with the prompts of the same model.
         budget: of the client; without bounds, unless given.
+        line: of the model; its own, in which nobody waits, unless given.
     """
 
     def __init__(
-        self, model: int, facts: EmbedFacts, pace: Pace, budget: MemoryBudget | None = None
+        self,
+        model: int,
+        facts: EmbedFacts,
+        pace: Pace,
+        budget: MemoryBudget | None = None,
+        line: JobLine | None = None,
     ) -> None:
         self._model = model
         self._facts = facts
         self._pace = pace
         self.budget = MemoryBudget() if budget is None else budget
+        self._line = JobLine(_UNBOUNDED, self.budget.numbers) if line is None else line
+        self._queued: dict[int, Embed] = {}  # jobs that stand in the line
         self._queue = TextQueue(slices=facts.slices, most=pace.most)
         self._memory = EmbedMemory(facts, pace.most, self._queue, self._refuse)
         self.budget.register_texts(self._memory)
@@ -70,7 +81,8 @@ class EmbedSchedule:
         return self._queue.ready
 
     def statistics(self) -> dict[str, int]:
-        return {"texts": len(self._queue)}
+        queued = sum(len(order.texts) for order in self._queued.values())
+        return {"texts": queued + len(self._queue)}
 
     @property
     def reading_bytes(self) -> int:
@@ -82,11 +94,18 @@ class EmbedSchedule:
     def submit(self, order: Embed) -> None:
         """Take the job. Raises ValueError if the model cannot do it."""
         self._check(order)
+        self._queued[order.id] = order
+        self._line.join_texts(order.id, order.turn, partial(self._begin, order.id))
+
+    def _begin(self, job: int) -> None:
+        """Queue the texts of a job whose turn it is."""
+        order = self._queued.pop(job)
         self._queue.add(order, next(self.budget.numbers))
-        self._admissions[order.id] = order
+        self._admissions[job] = order
+        self.budget.events.append(Started(job))
 
     def _check(self, order: Embed) -> None:
-        if order.id in self._queue.jobs:
+        if order.id in self._queued or order.id in self._queue.jobs:
             raise ValueError("there is a job of this id")
         if not order.texts or not all(order.texts):
             raise ValueError("there are no texts, or one of them has no tokens")
@@ -102,12 +121,17 @@ class EmbedSchedule:
 
     def cancel(self, job_ids: Iterable[int]) -> None:
         """Forget these jobs; ids of other jobs are ignored."""
+        for job in job_ids:  # one that leaves may let the next one begin
+            if job in self._queued:
+                del self._queued[job]
+                self._line.leave(job)
         self._drop(job_ids)
 
     def fail(self) -> list[int]:
         """Forget all jobs, since the model is unloaded. Returns their ids; nothing is planned for
         them."""
-        jobs = list(self._queue.jobs)
+        jobs = [*self._queued, *self._queue.jobs]
+        self._queued.clear()
         self._queue.remove(jobs)
         self.budget.unregister_texts(self._memory)
         return jobs
@@ -119,11 +143,19 @@ class EmbedSchedule:
 
     def _drop(self, job_ids: Iterable[int]) -> list[int]:
         """Forget jobs that the runner is to forget as well. Returns their ids."""
-        dropped = self._queue.remove(job_ids)
+        dropped = self._remove(job_ids)
         for job in dropped:
             if self._admissions.pop(job, None) is None:
                 self._releases.append(job)
         return dropped
+
+    def _remove(self, job_ids: Iterable[int]) -> list[int]:
+        """Take jobs that have ended out of the queue, and give their slots back. Returns those that
+        were there."""
+        tokens = {job: self._queue.jobs[job].tokens for job in job_ids if job in self._queue.jobs}
+        for job, read in tokens.items():
+            self._line.leave(job, read)
+        return self._queue.remove(tokens)
 
     # Planning.
 
@@ -227,7 +259,7 @@ class EmbedSchedule:
         # The runner has forgotten them. A job that ended meanwhile is not in the queue.
         left = [job for job in jobs if job in self._queue.jobs]
         events: list[Event] = [Embedded(job, done.vectors[job]) for job in left]
-        self._queue.remove(left)
+        self._remove(left)
         return events
 
 

@@ -3,15 +3,16 @@ large texts to embed with them.
 
 What is to be done is decided at the beginning of each round, before a plan takes anything.
 
-- **Before a prompt is read** all that it needs is reserved: its KV cache, its row's place in a
-  group, and a growth step of each row that is decoded, so that nobody has to go at once. Rows are
-  given memory in the order in which they came. A row that does not fit waits, and none that came
-  later is read before it. So it waits for those before it, and for nobody else.
+- **Before a row gets a slot** all that its prompt needs is reserved: its KV cache, its row's place
+  in a group, and a growth step of each row that is decoded, so that nobody has to go at once. Rows
+  are given memory in the order of their turns: see `job_line`. The head of a line that does not fit
+  waits, and none behind it is read before it.
 - **Before arrays grow** it is counted what they will take. If it is too much: cached prompts give
   way first; then arrays are made as small as they can be; then the youngest rows are preempted.
-  Such a row loses its KV cache, waits in its old place, and goes on later with the same tokens: it
-  is read again when it fits as a new one does, with a growth step for all. So between two
-  preemptions of a row each of the others draws tokens of a growth step, or all that it has left.
+  Such a row loses its KV cache, keeps its slot and its place before all lines, and goes on later
+  with the same tokens: it is read again when it fits as a new one does, with a growth step for all.
+  So between two preemptions of a row each of the others draws tokens of a growth step, or all that
+  it has left.
   No row is preempted for a younger one, and the oldest row of the client is never.
 - **A large text to embed** has its place among the rows that wait; see `embed_memory`. Rows that
   need its memory, even the oldest, wait for its end.
@@ -27,6 +28,7 @@ texts that do not fit alone: it is asked for while rows still have room for some
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import count
 
 import msgspec
@@ -101,7 +103,7 @@ class MemoryBudget:
 
     Attributes:
         bytes: that there are; None: as many as are wanted.
-        numbers: of rows and of texts' jobs, in the order in which they come, over all models.
+        numbers: of rows and of texts' jobs, in the order of their turns, over all models.
         free: bytes that nothing has taken or reserved in this round.
         events: those to send to the client; the schedules of its models append theirs, too.
     """
@@ -204,6 +206,9 @@ class MemoryBudget:
         since."""
         if self.bytes is None:
             self.free = _UNBOUNDED
+            for model in self._models:
+                while model.book.head is not None:
+                    model.book.serve_head()
             for texts in self._find_waiting_texts():
                 texts.begin_large()
             return
@@ -235,12 +240,14 @@ class MemoryBudget:
     def _suffices(self, found: _Forecasts, most: int) -> bool:
         """Whether there is room for all waiting texts, and for what all rows need in the next
         steps. If so, all are admitted, and nothing else is to be decided."""
-        waiting = self._find_candidates()
+        waiting = sorted(self._find_candidates(), key=_number)
         left, growth = most - self._spare, _AMPLE_WITH_MORE if waiting else _AMPLE
         taken = found.bytes_after(growth)
-        if waiting and taken <= left:
-            found = found.grant(*sorted(waiting, key=_number))
+        while waiting and taken <= left:
+            found = found.grant(*waiting)
             taken = found.bytes_after(growth)
+            if taken <= left:
+                waiting = _serve_heads(waiting)
         if taken > left:
             return False
         for texts in found.begun:
@@ -299,7 +306,8 @@ class MemoryBudget:
         """Admit waiting texts in their order, up to the first that does not fit. Returns the
         forecast after that."""
         found, taken = now, 0
-        for waiting in sorted(self._find_candidates(), key=_number):
+        candidates = sorted(self._find_candidates(), key=_number)
+        for waiting in candidates:
             wider = found.grant(waiting)
             needed = wider.bytes_after(_GROWN)
             if needed > most:
@@ -308,6 +316,7 @@ class MemoryBudget:
                 self._question.ask(needed, most)
                 break
             found, taken = wider, needed
+            candidates += _serve_heads([waiting])  # the loop comes to these as well
         self._give_way(taken + self._spare - most)
         for texts in found.begun:
             texts.begin_large()
@@ -365,6 +374,20 @@ class MemoryBudget:
             for model in self._models:
                 preempted = [row for row in model.queue.waiting if row.state is state]
                 self.events += [Progress(row.id) for row in preempted]
+
+
+def _serve_heads(admitted: Iterable[Waiting]) -> list[Waiting]:
+    """Give slots to those of the admitted who are heads of their lines. Returns the next heads,
+    whose numbers are higher than all others."""
+    found: list[Waiting] = []
+    for each in admitted:
+        if isinstance(each, EmbedMemory) or not each[1].queued:
+            continue
+        model, _ = each
+        model.book.serve_head()
+        if (head := model.book.head) is not None:
+            found.append((model, head))
+    return found
 
 
 def _number(waiting: Waiting) -> int:

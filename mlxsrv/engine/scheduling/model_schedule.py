@@ -18,6 +18,7 @@ from mlxsrv.engine.plans import (
     WorkItem,
 )
 from mlxsrv.engine.scheduling.embed_schedule import EmbedSchedule
+from mlxsrv.engine.scheduling.job_line import JobLine
 from mlxsrv.engine.scheduling.memory_budget import MemoryBudget
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.scheduling.text_schedule import TextSchedule
@@ -60,7 +61,9 @@ class ModelSchedule:
     def _start(self) -> None:
         text, embed = self._facts
         pace = Pace(self._order.prefill_chunk, self._order.max_gap)
-        self._embed = EmbedSchedule(self.number, embed, pace, self._budget)
+        slots = self._order.max_rows if text is None or text.batched else 1
+        self._line = JobLine(slots, self._budget.numbers)
+        self._embed = EmbedSchedule(self.number, embed, pace, self._budget, self._line)
         self._text: TextSchedule | None = None
         if text is not None:
             self._text = TextSchedule(
@@ -70,6 +73,7 @@ class ModelSchedule:
                 pace=pace,
                 facts=text,
                 budget=self._budget,
+                line=self._line,
             )
             self._text.watch(active=self._watched)
         self._texts_are_next = False
@@ -107,7 +111,7 @@ class ModelSchedule:
         texts = self._embed.statistics()
         rows = {"tokens": 0} if self._text is None else self._text.statistics()
         reading = rows.get("reading_bytes", 0) + self._embed.reading_bytes
-        return texts | rows | {"reading_bytes": reading}
+        return texts | {"queued": len(self._line)} | rows | {"reading_bytes": reading}
 
     # Jobs.
 

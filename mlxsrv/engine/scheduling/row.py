@@ -1,6 +1,6 @@
 """A row: one job on its way through the engine, and the states that it goes through.
 
-    WAITING -> PREFILLING -> FRESH -> DECODING -> ENDED, or BROKEN
+    QUEUED -> WAITING -> PREFILLING -> FRESH -> DECODING -> ENDED, or BROKEN
 
 A row whose KV cache is lost in a fault is RECOVERING until its text is read anew; then it is FRESH
 once more. One that has to give its memory to older rows is PREEMPTED, and goes through the queue
@@ -28,10 +28,12 @@ class RowState(Enum):
 
     __hash__ = object.__hash__  # that of Enum is a function of Python, and takes ten times as long
 
+    QUEUED = "queued"
+    """It stands in the line of its model, for a slot and for memory."""
     WAITING = "waiting"
-    """It is in the queue, and its prompt is not read."""
+    """It has a slot, and its prompt is to be read."""
     FETCHING = "fetching"
-    """It is not in the queue: what is on disk of its prompt is looked for, and fetched."""
+    """It has a slot; what is on disk of its prompt is looked for, and fetched."""
     PREFILLING = "prefilling"
     """Its prompt is being read."""
     FRESH = "fresh"
@@ -50,7 +52,8 @@ class RowState(Enum):
 
 
 _NEXT = {
-    RowState.WAITING: {RowState.FETCHING, RowState.PREFILLING, RowState.ENDED},
+    RowState.QUEUED: {RowState.WAITING, RowState.FETCHING, RowState.ENDED},
+    RowState.WAITING: {RowState.PREFILLING, RowState.ENDED},
     RowState.FETCHING: {RowState.WAITING, RowState.ENDED},
     # A slice that failed sends its rows back to the queue, and so does want of memory.
     RowState.PREFILLING: {
@@ -80,7 +83,8 @@ _NEXT = {
 
 # Looked up once: before Python 3.12 a member of an enum takes 0.2 µs, ten times a check.
 _WAITING, _PREEMPTED, _FRESH = RowState.WAITING, RowState.PREEMPTED, RowState.FRESH
-_RECOVERING, _ENDED, _BROKEN = RowState.RECOVERING, RowState.ENDED, RowState.BROKEN
+_QUEUED, _RECOVERING = RowState.QUEUED, RowState.RECOVERING
+_ENDED, _BROKEN = RowState.ENDED, RowState.BROKEN
 
 
 class Source(msgspec.Struct, frozen=True):
@@ -113,10 +117,12 @@ class Row:
 
     Args:
         job: what is asked.
-        number: its place in the order of arrival.
         prompt: the job's prompt as an array; choices of one request share it.
 
     Attributes:
+        number: its place in the order in which turns come, from its turn on.
+        admitted: the runner has admitted it already, though it is queued.
+        tokens_read: of its prompt, those that were read for it and were not cached.
         drawn: tokens delivered; changed by `draw` only, as is `length`.
         length: tokens of its text: its prompt and the tokens delivered.
         most_length: the same when its job allows no more, or memory does not.
@@ -134,6 +140,7 @@ class Row:
     """
 
     __slots__ = (
+        "admitted",
         "alone",
         "beginning",
         "checksum",
@@ -151,15 +158,18 @@ class Row:
         "source",
         "source_version",
         "state",
+        "tokens_read",
         "uses",
     )
 
-    def __init__(self, job: Job, number: int, prompt: Tokens) -> None:
+    def __init__(self, job: Job, prompt: Tokens) -> None:
         self.job = job
         self.id = job.id
-        self.number = number
+        self.number = 0
         self.prompt = prompt
-        self.state = RowState.WAITING  # changed by `enter` only
+        self.state = RowState.QUEUED  # changed by `enter` only
+        self.admitted = False
+        self.tokens_read = 0
         self.drawn: list[int] = []
         self.length = prompt.size
         self.most_length = prompt.size + job.max_tokens
@@ -190,8 +200,19 @@ class Row:
         return self.state is _ENDED or self.state is _BROKEN
 
     @property
+    def steered(self) -> bool:
+        """Whether an SAE steers it. The runner admits it when it comes and not at its turn: the SAE
+        may go meanwhile."""
+        return self.job.steering is not None and self.job.steering.attachment > 0
+
+    @property
+    def queued(self) -> bool:
+        """Whether it stands in the line."""
+        return self.state is _QUEUED
+
+    @property
     def waits(self) -> bool:
-        """Whether it is in the queue."""
+        """Whether it has a slot, and its text waits to be read."""
         return self.state is _WAITING or self.state is _PREEMPTED
 
     @property

@@ -16,6 +16,7 @@ from mlxsrv.engine.orders import Job
 from mlxsrv.engine.outcomes import Admitted, Kept, KeptPrompt, Outcome
 from mlxsrv.engine.plans import Admit, Forget, FreedRow, Keep, Release, Rewind, WorkItem
 from mlxsrv.engine.scheduling.groups import Groups
+from mlxsrv.engine.scheduling.job_line import JobLine
 from mlxsrv.engine.scheduling.prompt_index import PromptIndex, Tokens, as_tokens
 from mlxsrv.engine.scheduling.prompt_queue import PromptQueue
 from mlxsrv.engine.scheduling.proposers import Proposer
@@ -50,8 +51,7 @@ class RowBook:
         model: the model's number.
         client: the number of the client that it belongs to.
         index: the cached prompts.
-        queue, groups, recovery: a row is in one of them.
-        numbers: of new rows, in the order of their arrival.
+        line, queue, groups, recovery: a row is in one of them.
         events: those that are to be sent to the client; more are appended here.
         store: prompts on disk; None: there are none.
         proposer: proposes tokens to the rows; None: nothing does.
@@ -70,7 +70,7 @@ class RowBook:
         queue: PromptQueue,
         groups: Groups,
         recovery: Recovery,
-        numbers: Iterator[int],
+        line: JobLine,
         events: list[Event],
         store: StoreSchedule | None = None,
         proposer: Proposer | None = None,
@@ -85,7 +85,7 @@ class RowBook:
         self.groups = groups
         self.recovery = recovery
         self.proposer = proposer
-        self._numbers = numbers
+        self._line = line
         self._events = events
         # For the next plan.
         self._coming: list[Job] = []
@@ -111,12 +111,25 @@ class RowBook:
             return False
         fetching = sum(row.state is RowState.FETCHING for row in self.rows.values())
         waiting = len(self.queue.waiting) + len(self.recovery.rows) + fetching
-        return len(self.rows) == waiting
+        return len(self.rows) == waiting + self._line.rows
 
     @property
     def waits(self) -> bool:
-        """Whether there are rows that have no KV cache."""
-        return bool(self.queue.waiting or self.recovery.rows)
+        """Whether there are rows that may be read and have no KV cache."""
+        return bool(self.queue.waiting or self.recovery.rows or self.head)
+
+    @property
+    def head(self) -> Row | None:
+        """The row whose turn it is, where there is a slot for it: it waits for memory."""
+        # Where memory was short in a fault, fewer rows are served than there are slots.
+        served = len(self.rows) - self._line.rows
+        return self._line.head if served < self.recovery.fitting else None
+
+    @property
+    def short(self) -> int:
+        """The number of rows that wait for memory, and for nothing else."""
+        preempted = sum(row.state is RowState.PREEMPTED for row in self.queue.waiting)
+        return preempted + (0 if self.head is None else min(self._line.free, self._line.rows))
 
     @property
     def decoding(self) -> int:
@@ -134,8 +147,8 @@ class RowBook:
         """None if the row has ended."""
         return self.rows.get(job_id)
 
-    def admit(self, job: Job) -> None:
-        """Take a job: its row waits for its prompt to be read.
+    def enqueue(self, job: Job) -> None:
+        """Take a job: its row stands in the line.
 
         Raises:
             ValueError: its prompt is empty, or its id is that of another row.
@@ -145,17 +158,30 @@ class RowBook:
             raise ValueError("its prompt has no tokens")
         if job.id in self.rows:
             raise ValueError("there is a job of this id")
-        last = self.rows.get(self._coming[-1].id) if self._coming else None
+        last = next(reversed(self.rows.values()), None)
         # The choices of one request share a prompt, so they share the array made of it.
         known = last is not None and last.job.prompt is job.prompt
         prompt = last.prompt if last is not None and known else as_tokens(job.prompt)
-        row = Row(job, next(self._numbers), prompt)
+        row = Row(job, prompt)
         self.rows[row.id] = row
-        if self._store is not None:
+        if row.steered:
+            self._coming.append(job)
+        self._line.join_row(row)
+
+    def serve_head(self) -> None:
+        """Give the head of the line its slot: its prompt waits to be read."""
+        row = self._line.head
+        assert row is not None, "nobody serves where nobody waits"
+        self._line.serve_head()
+        if self._store is not None and not row.steered:  # what is steered is not on disk
             row.enter(RowState.FETCHING)
         else:
+            row.enter(RowState.WAITING)
             self.queue.waiting.append(row)
-        self._coming.append(job)
+        if row.admitted:
+            self._events.append(Started(row.id))
+        elif not row.steered:
+            self._coming.append(row.job)
 
     def rewind(self, rows: Iterable[Row]) -> None:
         """Have the runner drop the KV caches of these rows, which stay."""
@@ -177,9 +203,13 @@ class RowBook:
 
     def end(self, row: Row, state: RowState = RowState.ENDED, *, kept: bool = True) -> None:
         """End a row, and have its KV cache kept, if it has any and `kept` is given."""
+        unknown = row.queued and not row.steered  # to the runner
         text = self._withdraw(row)
         row.enter(state)
         del self.rows[row.id]
+        self._line.leave(row, row.tokens_read + len(row.drawn))
+        if unknown:
+            return
         asked, steering = row.prompt.size, row.job.steering
         self._ended_rows.append(
             _EndedRow(row.id, text if kept else None, asked, row.uses, steering)
@@ -310,11 +340,14 @@ class RowBook:
                 self.fail(row, outcome.fault.reason)
             elif (failure := failed.get(job.id)) is not None:
                 self.fail(row, failure.reason, failure.clear)
+            elif row.queued:
+                row.admitted = True
             else:
                 self._events.append(Started(job.id))
         if self._store is not None:
             found = (self.rows.get(job.id) for job in work.jobs)
-            self._store.note_admitted([row for row in found if row is not None], done)
+            fetching = [row for row in found if row and row.state is RowState.FETCHING]
+            self._store.note_admitted(fetching, done)
 
     def settle_release(self, work: Release, outcome: Outcome) -> None:
         kept = outcome.done.prompts if isinstance(outcome.done, Kept) else ()

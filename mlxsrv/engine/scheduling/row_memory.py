@@ -108,10 +108,13 @@ class RowMemory:
     @property
     def candidates(self) -> list[Row]:
         """Rows whose texts may be read next, in the order of their numbers: those that wait and
-        have a place beside the others, and the first of those that were lost in a fault."""
+        have a place beside the others, the first of those that were lost in a fault, and the head
+        of the line."""
         found = self.queue.waiting[: max(self.book.free, 0)]
         if (lost := self._recovery.next_lost) is not None:
             found = sorted([lost, *found], key=lambda row: row.number)
+        if (head := self.book.head) is not None:
+            found.append(head)
         return found
 
     def grant(self, rows: Sequence[Row] | None) -> None:
@@ -119,8 +122,8 @@ class RowMemory:
         if rows is None:
             self.queue.granted, self._recovery.granted = None, True
             return
-        lost = sum([row.recovering for row in rows])
-        self.queue.granted, self._recovery.granted = len(rows) - lost, lost > 0
+        self.queue.granted = sum([row.waits for row in rows])
+        self._recovery.granted = any(row.recovering for row in rows)
 
     def preempt(self, row: Row) -> None:
         """Drop a row's KV cache. It waits again in its old place, and its text is read anew."""

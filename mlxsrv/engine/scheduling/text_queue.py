@@ -42,6 +42,7 @@ class QueuedTexts:
         waiting: those that no slice has taken, the shortest first; perhaps some that one has.
         large: those that are large, the longest first.
         missing: how many no slice has taken to their ends.
+        tokens: of all of them.
     """
 
     def __init__(self, order: Embed, number: int, most: int) -> None:
@@ -51,6 +52,7 @@ class QueuedTexts:
         self.waiting = texts[:large]
         self.large = texts[large:][::-1]
         self.missing = len(order.texts)
+        self.tokens = sum(text.length for text in texts)
 
 
 class TextQueue:

@@ -30,6 +30,7 @@ from mlxsrv.engine.plans import (
     count_fed,
 )
 from mlxsrv.engine.scheduling.groups import Groups
+from mlxsrv.engine.scheduling.job_line import JobLine
 from mlxsrv.engine.scheduling.memory_budget import MemoryBudget
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.scheduling.prompt_index import PromptIndex
@@ -57,9 +58,11 @@ class TextSchedule:
         pace: decides how many tokens of prompts are read between two steps.
         facts: of the model.
         budget: of the client; without bounds, unless given.
+        line: of the model; its own, unless given.
 
     Attributes:
         memory: what the rows take.
+        budget: as above.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class TextSchedule:
         pace: Pace,
         facts: TextFacts,
         budget: MemoryBudget | None = None,
+        line: JobLine | None = None,
     ) -> None:
         self._tokens = 0  # that were delivered
         self._model = model
@@ -84,8 +88,10 @@ class TextSchedule:
         self._recovery = Recovery(self._max_rows, self._groups)
         proposer = make_proposer(facts)
         self._speculation = None if proposer is None else Speculation(proposer)
-        self._budget = MemoryBudget() if budget is None else budget
-        self._events = self._budget.events
+        self.budget = MemoryBudget() if budget is None else budget
+        self._events = self.budget.events
+        if line is None:
+            line = JobLine(self._max_rows, self.budget.numbers)
         self._store: StoreSchedule | None = None
         if facts.store is not None:
             self._store = StoreSchedule(model, facts, pace, self._index, self._queue)
@@ -96,13 +102,13 @@ class TextSchedule:
             self._queue,
             self._groups,
             self._recovery,
-            self._budget.numbers,
+            line,
             self._events,
             self._store,
             proposer,
         )
         self.memory = RowMemory(facts, pace.most, self._book)
-        self._budget.register(self.memory)
+        self.budget.register(self.memory)
         # Of the plan under way.
         self._slice: list[Reading] = []
         self._slice_beside_steps = False
@@ -118,13 +124,14 @@ class TextSchedule:
 
     @property
     def pending(self) -> bool:
-        """Whether there is something to read: prompts, or texts of rows without a KV cache."""
-        return bool(self._queue) or bool(self._recovery.rows)
+        """Whether there is something to read, or to be read when there is memory: prompts, or texts
+        of rows without a KV cache."""
+        return bool(self._queue) or self._book.waits
 
     @property
     def idle(self) -> bool:
         """Whether a plan would be empty: there are no rows, or all wait for memory."""
-        return self._book.settled and not (self._book.waits and self._budget.admits_more)
+        return self._book.settled and not (self._book.waits and self.budget.admits_more)
 
     def statistics(self) -> dict[str, int]:
         return {
@@ -132,6 +139,7 @@ class TextSchedule:
             "groups": len(self._groups) + (self._recovery.solo is not None),
             "reading": self._queue.rows,
             "waiting": len(self._queue.waiting) + len(self._recovery.rows),
+            "waiting_for_memory": self._book.short,
             **({} if self._speculation is None else self._speculation.counters()),
             **self.memory.counters(),
             **({} if self._store is None else self._store.counters()),
@@ -144,7 +152,7 @@ class TextSchedule:
 
     def submit(self, job: Job) -> None:
         """Take a job. Raises ValueError or OverflowError if it cannot be."""
-        self._book.admit(job)
+        self._book.enqueue(job)
 
     def cancel(self, job_ids: Collection[int]) -> None:
         """Free the rows of these jobs, at whatever stage they are."""
@@ -153,7 +161,7 @@ class TextSchedule:
     def end_all(self, reason: str) -> list[WorkItem]:
         """End every job, since the model is unloaded. Returns the model's last work items. With
         `--prompt-cache-dir` these write the cached prompts to disk."""
-        self._budget.unregister(self.memory)
+        self.budget.unregister(self.memory)
         return self._book.end_all(reason)
 
     def note_report(self, order: StorageReport) -> None:
@@ -163,7 +171,7 @@ class TextSchedule:
 
     def fail(self, reason: str) -> list[Failed]:
         """End every job, since the model is unloaded. Nothing is planned for them any more."""
-        self._budget.unregister(self.memory)
+        self.budget.unregister(self.memory)
         return self._book.fail_all(reason)
 
     def watch(self, *, active: bool) -> None:
@@ -294,6 +302,9 @@ class TextSchedule:
             tokens += span.end - span.begin if reading.rows else 0  # or nothing was read
             reading.began = reading.began if reading.opened else outcome.began
             reading.done, reading.opened = span.end, True
+            for row in reading.rows:
+                if not row.read:
+                    row.tokens_read = reading.done - reading.cached
         self._pace.saw_slice(tokens, outcome.seconds, decoding=self._slice_beside_steps)
         self._events += self._book.find_unreported(done.activations)
         if done.broken:

@@ -1,7 +1,7 @@
 """Clients, and how many requests each of them may have at one model.
 
 A model has places: one for each row, and one for each request that may wait. `Places` decides on
-entry, because nothing that was accepted is dropped later. It knows no event loop.
+entry, because nothing that was accepted is dropped later. Used on the event loop only.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 
+import anyio
 import msgspec
 
 from mlxsrv.errors import Overloaded
@@ -32,12 +33,8 @@ class Client(msgspec.Struct, frozen=True):
     priority: int = 0
 
 
-THE_SERVER = Client("the server")
-"""Loads models at start, and brings back a model that was evicted for nothing."""
-
-
 class Places:
-    """The places of one model.
+    """The places of one model, and the requests that have them.
 
     Args:
         rows: how many requests need not wait.
@@ -50,12 +47,13 @@ class Places:
     ) -> None:
         self._rows = rows
         self._queue = queue
+        self._limiter = anyio.CapacityLimiter(rows + queue)
         self._held: Counter[str] = Counter()
         self._turnover = Turnover(clock)
 
     @property
     def taken(self) -> int:
-        return self._turnover.held
+        return self._limiter.borrowed_tokens
 
     @property
     def turn(self) -> int:
@@ -63,13 +61,14 @@ class Places:
         return self._turnover.seconds(max(self.taken - self._rows, 0) + 1)
 
     def take(self, client: Client, model: str) -> None:
-        """Take a place, until it is given back.
+        """Take a place for a request, until it is given back. All requests to a model come through
+        here.
 
         Raises:
             Overloaded: there is none for this client. The message names the model.
         """
         held, taken = self._held[client.id], self.taken
-        if taken >= self._rows + self._queue:
+        if not self._limiter.available_tokens:
             raise Overloaded(
                 f"{model} has {taken} requests already; try again shortly",
                 retry_after=self._turnover.seconds(1),
@@ -81,10 +80,12 @@ class Places:
                 # One of its own places must come back, which is one of so many.
                 retry_after=self._turnover.seconds(taken // held),
             )
+        self._limiter.acquire_on_behalf_of_nowait((client.id, held + 1))
         self._held[client.id] = held + 1
         self._turnover.borrow(1)
 
     def give_back(self, client: Client) -> None:
+        self._limiter.release_on_behalf_of((client.id, self._held[client.id]))
         self._turnover.give_back(1)
         self._held[client.id] -= 1
         if not self._held[client.id]:

@@ -1,4 +1,4 @@
-"""One request's claim on a model, and the rows that it decodes.
+"""One request's claim on a model.
 
 Used on the event loop only.
 """
@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from time import monotonic
-from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
+from typing import TYPE_CHECKING, Protocol, TypeVar, TypeVarTuple
 
 import anyio.to_thread
 
+from mlxsrv.engine.orders import Turn
 from mlxsrv.errors import ServeError
 from mlxsrv.formats.encoders import CrossEncoderConfig
 from mlxsrv.formats.pooling import PoolingConfig
@@ -24,49 +25,52 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 
+class Lender(Protocol):
+    """The pool, as its leases know it: it stands on a floor above them."""
+
+    async def prepare(self, model: Model) -> Tokenizer:
+        """Make the model's tokenizer. Raises ServeError."""
+
+    def admit(self, model: Model) -> Ticket:
+        """A ticket for the model, which is loaded if need be. Raises ShuttingDown."""
+
+    def end_lease(self, lease: Lease) -> None:
+        """Count a lease out."""
+
+    def require_open(self) -> None:
+        """Raises ShuttingDown after the pool's end."""
+
+
 class Lease:
     """One request's claim on a model. Ends with `release`, which may be called more than once.
 
     Args:
-        prepare: makes the model's tokenizer.
-        enter: gives a ticket for the model.
-        leave: ends the claim; gets the lease, and its ticket if there was one.
-        require_open: raises ShuttingDown after the pool's end.
+        pool: has the model.
+        client: the one whose request it is; None: the server itself, which loads models.
+        turn: of the request's jobs.
 
     Attributes:
-        client: the one whose request it is.
+        ticket: for the model, once it was asked for.
         load_seconds: how long it has waited for the model's files, tokenizer and weights.
         keep_alive: seconds that the model, if it was entered, stays loaded without a user from
             then on; None: no change.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        client: Client,
-        *,
-        prepare: Callable[[Model], Awaitable[Tokenizer]],
-        enter: Callable[[Model], Ticket],
-        leave: Callable[[Lease, Ticket | None], None],
-        require_open: Callable[[], None],
-    ) -> None:
+    def __init__(self, pool: Lender, model: Model, client: Client | None, turn: Turn) -> None:
         self.model = model
         self.client = client
+        self.turn = turn
+        self.ticket: Ticket | None = None
         self.released = False
         self.load_seconds = 0.0
         self.keep_alive: float | None = None
-        self._prepare = prepare
-        self._enter = enter
-        self._leave = leave
-        self._require_open = require_open
-        self._ticket: Ticket | None = None
-        self._rows: set[object] = set()
+        self._pool = pool
 
     async def tokenizer(self) -> Tokenizer:
         """The model's tokenizer, whether the model is loaded or not. Raises ServeError."""
         if self.model.tokenizer is not None:
             return self.model.tokenizer
-        return await self._measure(self._prepare(self.model))
+        return await self._measure(self._pool.prepare(self.model))
 
     @property
     def context_length(self) -> int | None:
@@ -108,40 +112,41 @@ class Lease:
         """
         if self.released:
             raise Withdrawn("its lease has ended")
-        self._ticket = self._enter(self.model)
+        self.ticket = self._pool.admit(self.model)
         # If this wait is cancelled, the ticket may have entered already: `release` looks at it.
-        await self._measure(self._ticket)
+        await self._measure(self.ticket)
         # The pool may have ended between the ticket's entry and this turn of the loop.
-        self._require_open()
+        self._pool.require_open()
 
     async def _measure(self, wait: Awaitable[T]) -> T:
         begun = monotonic()
+        counts = self.client is not None
+        self.model.waiting_for_load += counts
         try:
             return await wait
         finally:
+            self.model.waiting_for_load -= counts
             self.load_seconds += monotonic() - begun
 
-    async def borrow_row(self, borrower: object) -> None:
-        """Wait for a row, until it is the client's turn. If the wait is cancelled, no row is
-        held."""
-        await self.model.row_queue.borrow(borrower, self.client)
-        self._rows.add(borrower)
+    # Its jobs: they stand in the engine's line, which tells when they have a row.
 
-    def return_row(self, borrower: object, tokens: int = 0) -> None:
-        """Give the row back, if the borrower has one.
+    def note_queued(self, job: int) -> None:
+        self.model.queued[job] = self.turn.client
 
-        Args:
-            tokens: read and generated for the borrower.
-        """
-        if borrower in self._rows:
-            self._rows.remove(borrower)
-            self.model.row_queue.give_back(borrower, tokens)
+    def note_started(self, job: int) -> None:
+        if self.model.queued.pop(job, None) is not None:
+            self.model.running.add(job)
+
+    def note_ended(self, job: int) -> None:
+        """Note that a job has ended, wherever it was; more than once, perhaps."""
+        self.model.queued.pop(job, None)
+        self.model.running.discard(job)
 
     def release(self) -> None:
-        """End the claim, also while it waits to enter. All rows have been returned."""
+        """End the claim, also while it waits to enter. All jobs have ended."""
         if not self.released:
             self.released = True
-            self._leave(self, self._ticket)
+            self._pool.end_lease(self)
 
 
 class Withdrawn(ServeError):

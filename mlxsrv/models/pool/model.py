@@ -4,8 +4,8 @@ Rules:
 
 - `LoadState` says how far the model is on its way into memory. `FOLLOWING` is the table of what may
   follow what; `Model.enter` is the only place that changes the state, and checks it.
-- Only the pool, and what it calls to prepare a load, changes a model. Others read its attributes,
-  and borrow from `row_queue`, `tokenizing` and `compiling`.
+- Only the pool, what it calls to prepare a load, and leases change a model. Others read its
+  attributes, and borrow from `tokenizing` and `compiling`.
 - Everything here runs on the event loop.
 """
 
@@ -29,7 +29,6 @@ from mlxsrv.models.catalogue.catalogue import ModelEntry
 from mlxsrv.models.catalogue.progress import DownloadProgress, LoadProgress
 from mlxsrv.models.pool.clients import Client, Places
 from mlxsrv.models.pool.model_files import SHORT_ROW, ModelFiles
-from mlxsrv.models.pool.row_queue import RowQueue
 from mlxsrv.settings import Settings
 from mlxsrv.states import follow
 
@@ -103,8 +102,6 @@ class Attachment(msgspec.Struct, frozen=True, kw_only=True):
 class Model:
     """An entry of the catalogue that is loaded, or that somebody has a lease on.
 
-    `rows` is a limiter with one slot per row of the batch; a request with a slot can be decoded at
-    once. `row_queue` gives them to clients in turn.
     `tokenizing` bounds the threads that make prompts of texts, each of which takes some megabytes.
     `compiling` bounds the threads, each with a process of its own, that compile grammars.
 
@@ -112,7 +109,12 @@ class Model:
         files: known together with the tokenizer.
         tokenizer: may be there before the model is loaded.
         loaded: the device thread's answer, while the model is loaded.
+        leases: that were not released.
         users: leases that have entered.
+        max_rows: jobs that have a row together, at most.
+        queued: jobs that wait for a row, with their clients.
+        running: jobs that have a row.
+        waiting_for_load: requests that wait for its files, its tokenizer or its weights.
         last_entry: when a user entered last, by the loop's clock.
         keep_alive: seconds that it stays loaded without a user; None: as the settings say. It is
             forgotten when the model is unloaded.
@@ -122,8 +124,11 @@ class Model:
 
     def __init__(self, entry: ModelEntry, settings: Settings) -> None:
         self.entry = entry
-        self.rows = anyio.CapacityLimiter(settings.max_concurrency)
-        self.row_queue = RowQueue(self.rows)
+        self.max_rows = settings.max_concurrency
+        self.queued: dict[int, str] = {}
+        self.running: set[int] = set()
+        self.waiting_for_load = 0
+        self.leases = 0
         self.tokenizing = anyio.CapacityLimiter(_TOKENIZERS)
         self.compiling = anyio.CapacityLimiter(_COMPILERS)
         self.files: ModelFiles | None = None
@@ -154,8 +159,14 @@ class Model:
         return self._state
 
     @property
-    def leases(self) -> int:
+    def requests(self) -> int:
+        """Clients' requests: leases but for the server's own."""
         return self._places.taken
+
+    @property
+    def waiting_clients(self) -> int:
+        """Clients whose jobs wait for a row."""
+        return len(set(self.queued.values()))
 
     @property
     def turn(self) -> int:
@@ -190,11 +201,6 @@ class Model:
         if self.loaded is not None:
             return 2 * self.loaded.kv_bytes(2 * SHORT_ROW)  # it has room to grow
         return 0 if self.files is None else self.files.short_row
-
-    def most_bytes(self, tokens: int) -> int:
-        """Bytes that a row with so many tokens takes at most while it joins others."""
-        costs = () if self.loaded is None else self.loaded.kv_costs
-        return 2 * sum(cost.fixed + cost.per_token * (tokens + 2 * SHORT_ROW) for cost in costs)
 
     @property
     def unused(self) -> bool:
@@ -263,7 +269,7 @@ class Model:
     def finish_loading(self, loaded: Loaded, max_rows: int) -> None:
         self.enter(LoadState.LOADED)
         self.loaded = loaded
-        self.row_queue.resize(max_rows if loaded.batched else 1)
+        self.max_rows = max_rows if loaded.batched else 1
 
     def finish_unloading(self, state: LoadState) -> None:
         self.stop_idle_timer()
@@ -274,12 +280,19 @@ class Model:
     # For the pool: leases. A lease waits for its ticket. A ticket that is done without an error has
     # entered; its lease may learn that only later, since its task has yet to run.
 
-    def add_lease(self, client: Client) -> None:
-        """Raises Overloaded if there is no place for this client."""
-        self._places.take(client, self.name)
+    def add_lease(self, client: Client | None) -> None:
+        """Count a lease in; one of a client takes a place.
 
-    def remove_lease(self, client: Client) -> None:
-        self._places.give_back(client)
+        Raises Overloaded if there is no place for this client.
+        """
+        if client is not None:
+            self._places.take(client, self.name)
+        self.leases += 1
+
+    def remove_lease(self, client: Client | None) -> None:
+        if client is not None:
+            self._places.give_back(client)
+        self.leases -= 1
 
     def queue(self) -> Ticket:
         """A new ticket, which waits."""

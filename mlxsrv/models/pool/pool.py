@@ -22,13 +22,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+from itertools import count
 from math import inf
+from secrets import token_bytes
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from mlxsrv.engine.client import EngineClient
 from mlxsrv.engine.faults import describe_error, survivable
+from mlxsrv.engine.orders import Turn
 from mlxsrv.engine.recording.recorder import Recording
 from mlxsrv.engine.working_memory import SERVED_SHARE
 from mlxsrv.errors import (
@@ -40,7 +44,7 @@ from mlxsrv.errors import (
 from mlxsrv.models.catalogue.catalogue import Catalogue, ModelEntry
 from mlxsrv.models.catalogue.progress import LoadProgress
 from mlxsrv.models.control_vectors import control_vectors
-from mlxsrv.models.pool.clients import THE_SERVER, Client
+from mlxsrv.models.pool.clients import Client
 from mlxsrv.models.pool.lease import Lease, Withdrawn
 from mlxsrv.models.pool.memory import MemoryQueue, PoolLimits, Unwanted, used_bytes, weight_bytes
 from mlxsrv.models.pool.model import (
@@ -89,6 +93,8 @@ class Pool:
         self._engine: EngineClient | None = None
         self._budget: int | None = None  # the last that was sent
         self._taken: dict[str, int] = {}  # bytes of rows, by model, when a load was last asked for
+        self._arrivals = count(1)
+        self._secret = token_bytes(16)  # a client's id may tell who it is, and a record is shown
         self._closed = False
 
     def __iter__(self) -> Iterator[Model]:
@@ -100,14 +106,15 @@ class Pool:
 
         Raises ShuttingDown after `shut_down`.
         """
-        self._require_open()
+        self.require_open()
         if self._engine is None:
             recording = Recording.from_settings(self._settings)
             self._engine = EngineClient.open(self._settings.step_timeout, recording)
             self._engine.memory_short = self._make_room
         return self._engine
 
-    def _require_open(self) -> None:
+    def require_open(self) -> None:
+        """Raises ShuttingDown after `shut_down`."""
         if self._closed:
             raise ShuttingDown("the server is shutting down")
 
@@ -154,20 +161,19 @@ class Pool:
 
     # Leases.
 
-    def lease(self, entry: ModelEntry, client: Client = THE_SERVER) -> Lease:
-        """Claim a model for a client. Raises Overloaded if its queue has no place for it."""
+    def lease(self, entry: ModelEntry, client: Client | None = None) -> Lease:
+        """Claim a model for a client, or for the server itself. Raises Overloaded if the model's
+        queue has no place for the client."""
         model = self._models.get(entry.name)
         if model is None:
             model = self._models[entry.name] = Model(entry, self._settings)
         model.add_lease(client)
-        return Lease(
-            model,
-            client,
-            prepare=self._prepared,
-            enter=self._enter,
-            leave=self._leave,
-            require_open=self._require_open,
-        )
+        return Lease(self, model, client, Turn() if client is None else self._make_turn(client))
+
+    def _make_turn(self, client: Client) -> Turn:
+        id = client.id.encode(errors="surrogatepass")
+        digest = blake2b(id, key=self._secret, digest_size=8).hexdigest()
+        return Turn(digest, client.priority, next(self._arrivals))
 
     async def preload(self, entry: ModelEntry) -> None:
         """Load a model that no request has asked for yet. Raises ServeError."""
@@ -177,8 +183,9 @@ class Pool:
         finally:
             lease.release()
 
-    def _enter(self, model: Model) -> Ticket:
-        self._require_open()  # or the ticket might wait for a load that `shut_down` has cancelled
+    def admit(self, model: Model) -> Ticket:
+        """A ticket for a model, which is loaded if need be. Raises ShuttingDown."""
+        self.require_open()  # or the ticket might wait for a load that `shut_down` has cancelled
         ticket = model.queue()
         if model.state is LoadState.LOADED:
             model.admit_waiting()
@@ -186,8 +193,9 @@ class Pool:
             model.load_task = start_task(self._load(model))
         return ticket
 
-    def _leave(self, lease: Lease, ticket: Ticket | None) -> None:
-        model = lease.model
+    def end_lease(self, lease: Lease) -> None:
+        """Count a lease out, and do what its model was kept from."""
+        model, ticket = lease.model, lease.ticket
         model.remove_lease(lease.client)
         if ticket is not None and _has_entered(ticket):
             model.leave(lease.keep_alive)
@@ -200,10 +208,6 @@ class Pool:
             # If nobody else waits for the model, it needs no memory any more.
             self._arrange()
         self._forget(model)
-
-    def has_room(self, model: Model, tokens: int) -> bool:
-        """Whether a text of so many tokens surely fits into the budget of a loaded model, alone."""
-        return self._budget is None or model.most_bytes(tokens) <= self._budget
 
     def reserve(self, model: Model, attachment: Attachment | None) -> None:
         """Count the memory of a model's SAE, which it has or is to have; None: no longer."""
@@ -339,11 +343,11 @@ class Pool:
 
     # Loading.
 
-    async def _prepared(self, model: Model) -> Tokenizer:
+    async def prepare(self, model: Model) -> Tokenizer:
         """The tokenizer, made once however many wait for it; a failure is tried again."""
         if model.tokenizer is not None:
             return model.tokenizer
-        self._require_open()
+        self.require_open()
         if model.prepare_task is None:
             model.enter(LoadState.PREPARING)
             model.prepare_task = start_task(self._prepare(model))
@@ -364,7 +368,7 @@ class Pool:
                 draft,
                 self._settings,
                 self.engine,
-                self._require_open,
+                self.require_open,
                 self.catalogue.format_words(model.entry),
             )
         except BaseException as error:
@@ -383,7 +387,7 @@ class Pool:
         loop = asyncio.get_running_loop()
         begun = loop.time()
         try:
-            tokenizer = await self._prepared(model)
+            tokenizer = await self.prepare(model)
         except ServeError as error:
             self._fail(model, error, victims)
             return

@@ -218,7 +218,7 @@ class Metrics(Observer):
     def ended(self, request: RequestEnded) -> None:
         model = request.model
         self._requests.labels(request.route, model, str(request.status)).inc()
-        if request.generated is not None and request.generated.submitted is not None:
+        if request.generated is not None and request.generated.started is not None:
             self._generated(request, request.generated)
         elif request.tokens is not None:
             self._prompt_tokens.labels(model).inc(request.tokens)
@@ -229,14 +229,14 @@ class Metrics(Observer):
         model = request.model
         self._finished.labels(model, _outcome(request, one)).inc()
         self._latency.labels(model).observe(request.ended - one.begun)
-        assert one.submitted is not None
-        self._queue.labels(model).observe(one.submitted - one.begun)
+        assert one.started is not None
+        self._queue.labels(model).observe(one.started - one.begun)
         if one.first_token is None or one.last_token is None:
             return
         self._ttft.labels(model).observe(one.first_token - one.begun)
-        self._prefill.labels(model).observe(one.first_token - one.submitted)
+        self._prefill.labels(model).observe(one.first_token - one.started)
         self._decode.labels(model).observe(one.last_token - one.first_token)
-        self._inference.labels(model).observe(one.last_token - one.submitted)
+        self._inference.labels(model).observe(one.last_token - one.started)
         self._prompt_tokens.labels(model).inc(one.usage.prompt_tokens)
         self._cache_queries.labels(model).inc(one.usage.prompt_tokens)
         self._cache_hits.labels(model).inc(one.usage.cached_tokens)
@@ -317,12 +317,12 @@ def _service_gauges(service: Service, health: Health) -> list[Metric]:
     queued: dict[str, int] = {}
     for model in service.pool:
         known = service.pool.catalogue.label(model.name) if model.loaded is None else model.name
-        queues = model.waiting + len(model.row_queue)
+        queues = model.waiting_for_load + len(model.queued)
         queued[known] = queued.get(known, 0) + queues
         if model.loaded is not None:
-            running.add_metric([model.name], model.rows.borrowed_tokens)
-            most.add_metric([model.name], int(model.rows.total_tokens))
-            clients.add_metric([model.name], model.row_queue.clients)
+            running.add_metric([model.name], len(model.running))
+            most.add_metric([model.name], model.max_rows)
+            clients.add_metric([model.name], model.waiting_clients)
             size.add_metric([model.name], model.loaded.bytes)
     for name, number in queued.items():
         waiting.add_metric([name], number)

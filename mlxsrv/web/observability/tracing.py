@@ -128,7 +128,7 @@ def _wall(request: RequestEnded, moment: float) -> int:
 
 
 def _add_moments(span: Span, request: RequestEnded, one: Generated) -> None:
-    moments = (("engine has the request", one.submitted), ("first token", one.first_token))
+    moments = (("engine has the request", one.started), ("first token", one.first_token))
     for name, moment in moments:
         if moment is not None:
             span.add_event(name, timestamp=_wall(request, moment))

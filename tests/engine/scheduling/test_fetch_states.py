@@ -19,7 +19,7 @@ PATHS = {
 
 def reach(state: FetchState) -> Fetch:
     job = Job(7, "m", (1, 2, 3), 4, frozenset({9}), Sampling())
-    fetch = Fetch(Row(job, 0, as_tokens(job.prompt)), 2)
+    fetch = Fetch(Row(job, as_tokens(job.prompt)), 2)
     for each in PATHS[state]:
         fetch.enter(each)
     return fetch

@@ -31,7 +31,7 @@ def facts(padding: int = 1 << 40) -> TextFacts:
 
 def make(number: int, length: int) -> Row:
     prompt = np.arange(length, dtype=np.uint32)
-    return Row(Job(number, "m", (1,), 99, frozenset(), Sampling()), number, prompt)
+    return Row(Job(number, "m", (1,), 99, frozenset(), Sampling()), prompt)
 
 
 def shapes(groups: Groups, tokens: int = 1) -> list[tuple[tuple[int, ...], int, int]]:

@@ -141,7 +141,7 @@ def test_an_error_in_texts_spares_the_rows(tmp_path: Path) -> None:
 def test_statistics_begin_with_the_texts(model_folder: ModelFolder) -> None:
     """`/health?verbose=1` shows them in this order."""
     assert [*Bench(model_folder).schedule.statistics()] == [
-        *("texts", "rows", "groups", "reading", "waiting"),
+        *("texts", "queued", "rows", "groups", "reading", "waiting", "waiting_for_memory"),
         *("row_bytes", "reading_bytes", "preemptions"),
         *("prompt_cache_bytes", "prompt_cache_entries", "tokens"),
     ]

@@ -9,23 +9,25 @@ from mlxsrv.engine.scheduling.prompt_index import as_tokens
 from mlxsrv.engine.scheduling.row import _NEXT, Row, RowState
 from mlxsrv.generation.parameters import Sampling
 
+_READ = [RowState.WAITING, RowState.PREFILLING]
 PATHS = {
-    RowState.WAITING: [],
+    RowState.QUEUED: [],
+    RowState.WAITING: [RowState.WAITING],
     RowState.FETCHING: [RowState.FETCHING],
-    RowState.PREFILLING: [RowState.PREFILLING],
-    RowState.FRESH: [RowState.PREFILLING, RowState.FRESH],
-    RowState.DECODING: [RowState.PREFILLING, RowState.FRESH, RowState.DECODING],
-    RowState.RECOVERING: [RowState.PREFILLING, RowState.FRESH, RowState.RECOVERING],
-    RowState.PREEMPTED: [RowState.PREFILLING, RowState.FRESH, RowState.PREEMPTED],
+    RowState.PREFILLING: _READ,
+    RowState.FRESH: [*_READ, RowState.FRESH],
+    RowState.DECODING: [*_READ, RowState.FRESH, RowState.DECODING],
+    RowState.RECOVERING: [*_READ, RowState.FRESH, RowState.RECOVERING],
+    RowState.PREEMPTED: [*_READ, RowState.FRESH, RowState.PREEMPTED],
     RowState.ENDED: [RowState.ENDED],
-    RowState.BROKEN: [RowState.PREFILLING, RowState.BROKEN],
+    RowState.BROKEN: [*_READ, RowState.BROKEN],
 }
 """A way to each state from the first."""
 
 
 def reach(state: RowState) -> Row:
     job = Job(7, "m", (1, 2, 3), 4, frozenset({9}), Sampling())
-    row = Row(job, 0, as_tokens(job.prompt))
+    row = Row(job, as_tokens(job.prompt))
     for each in PATHS[state]:
         row.enter(each)
     assert row.state is state
@@ -47,7 +49,8 @@ def test_a_state_follows_another_only_by_the_table(state: RowState) -> None:
 
 def test_the_table_has_every_state_and_each_can_be_reached_and_left_for_an_end() -> None:
     assert {*_NEXT} == {*RowState}
-    assert {each for following in _NEXT.values() for each in following} == {*RowState}
+    followers = {each for following in _NEXT.values() for each in following}
+    assert followers == {*RowState} - {RowState.QUEUED}
     for state in RowState:
         row = reach(state)
         assert row.ended == (not _NEXT[state])

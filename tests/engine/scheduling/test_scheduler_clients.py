@@ -152,7 +152,23 @@ def test_a_job_that_came_before_a_detachment_is_taken_before_it() -> None:
     bench.send(Watch("m", (1,)))
     plan = bench.round()
     kinds = [type(work) for work in plan.items]
-    assert kinds[:4] == [Admit, DetachSAE, Admit, WatchFeatures]
+    assert kinds[:4] == [Admit, DetachSAE, WatchFeatures, Admit]
+
+
+def test_a_job_that_waits_for_its_turn_stays_steered_by_an_sae_that_goes() -> None:
+    bench = make(max_rows=1)
+    bench.ask(Attach("m", 1, "/sae", 1))
+    bench.finish()
+    bench.submit(job(1, 5, 30))
+    bench.rounds(3)
+    bench.submit(job(2, 5, steering=STEERED), job(3, 5, steering=STEERED))
+    bench.send(Detach("m"))
+    bench.rounds(2)
+    assert not bench.job(2).events, "it is not its turn yet"
+    bench.cancel(3)
+    bench.finish()
+    assert len(bench.job(2).tokens) == 4
+    assert not bench.job(3).events
 
 
 @pytest.mark.parametrize(

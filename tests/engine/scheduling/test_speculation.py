@@ -58,8 +58,8 @@ def make_row(number: int, *tail: int, max_tokens: int = 99, **more: Any) -> Row:
     prompt = (*FILE, *tail)
     more.setdefault("end_tokens", frozenset())
     more.setdefault("sampling", Sampling())
-    row = Row(Job(number, "m", prompt, max_tokens, **more), number, as_tokens(prompt))
-    for state in (RowState.PREFILLING, RowState.FRESH, RowState.DECODING):
+    row = Row(Job(number, "m", prompt, max_tokens, **more), as_tokens(prompt))
+    for state in (RowState.WAITING, RowState.PREFILLING, RowState.FRESH, RowState.DECODING):
         row.enter(state)
     return row
 

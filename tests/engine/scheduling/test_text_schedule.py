@@ -42,6 +42,7 @@ def make_schedule(
 
 
 def plan(schedule: TextSchedule) -> list[WorkItem]:
+    schedule.budget.begin_round()
     items = [*schedule.plan_rows(), *schedule.plan_steps()]
     slice = schedule.plan_slice(beside=False)
     return items if slice is None else [*items, slice]
@@ -115,8 +116,13 @@ def test_texts_are_not_compared_while_no_proposal_is_affordable(
 ) -> None:
     def make_row(number: int) -> Row:
         job = make_job(number)
-        row = Row(job, number, as_tokens(job.prompt))
-        for state in (RowState.PREFILLING, RowState.FRESH, RowState.DECODING):
+        row = Row(job, as_tokens(job.prompt))
+        for state in (
+            RowState.WAITING,
+            RowState.PREFILLING,
+            RowState.FRESH,
+            RowState.DECODING,
+        ):
             row.enter(state)
         return row
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec
 
 import pytest
 from hypothesis import given
@@ -47,6 +51,22 @@ def test_a_share_fits_and_leaves_a_place_to_others(rows: int, queue: int, others
     assert mine >= fair_share(rows, queue, others + 1)
 
 
+P = ParamSpec("P")
+
+
+def on_a_loop(test: Callable[P, None]) -> Callable[P, None]:
+    """Run a test on an event loop: its limiter belongs to one."""
+
+    @wraps(test)
+    def run(*arguments: P.args, **more: P.kwargs) -> None:
+        async def body() -> None:
+            test(*arguments, **more)
+
+        asyncio.run(body())
+
+    return run
+
+
 def filled(places: Places, name: str) -> int:
     """Take places until there are none for this client; how many it has got."""
     taken = 0
@@ -58,12 +78,14 @@ def filled(places: Places, name: str) -> int:
         taken += 1
 
 
+@on_a_loop
 def test_clients_who_come_later_find_places() -> None:
     places = Places(32, 128)
     assert [filled(places, name) for name in "abcd"] == [128, 24, 6, 1]
     assert places.taken == 159
 
 
+@on_a_loop
 def test_the_message_says_whose_places_are_taken() -> None:
     places = Places(1, 2)
     assert filled(places, "a") == 2
@@ -76,6 +98,7 @@ def test_the_message_says_whose_places_are_taken() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=80))
+@on_a_loop
 def test_places_are_counted(moves: list[tuple[str, bool]]) -> None:
     places, held = Places(2, 6), Counter[str]()
     for name, takes in moves:
@@ -117,6 +140,7 @@ def refused_for(places: Places, name: str) -> int | None:
     return refused.value.retry_after
 
 
+@on_a_loop
 def test_who_is_refused_is_told_what_the_pace_says() -> None:
     clock = Clock()
     places = Places(2, 6, clock=clock)

@@ -8,7 +8,6 @@ import pytest
 
 from mlxsrv.errors import InsufficientMemory
 from mlxsrv.models.catalogue.catalogue import ModelEntry, ModelSource
-from mlxsrv.models.pool.clients import THE_SERVER
 from mlxsrv.models.pool.memory import PoolLimits
 from mlxsrv.models.pool.model import LoadState, Model
 from mlxsrv.models.pool.model_files import ModelFiles
@@ -37,7 +36,7 @@ def model(
     made.users, made.last_entry = users, used
     made._state = LoadState.LOADED
     for _ in range(users):
-        made.add_lease(THE_SERVER)
+        made.add_lease(None)
     return made
 
 
@@ -122,7 +121,7 @@ def test_for_rows_idle_models_go_and_no_more_than_need_to() -> None:
 def test_a_model_that_loads_or_is_asked_for_does_not_go_for_rows() -> None:
     loading, asked = model("loading", 10), model("asked", 10)
     loading._state = LoadState.LOADING
-    asked.add_lease(THE_SERVER)
+    asked.add_lease(None)
     assert limits().idle_models(10, [loading, asked]) == []
 
 

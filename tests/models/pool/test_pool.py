@@ -17,6 +17,7 @@ import pytest
 
 from mlxsrv.engine.plans import LoadSlice
 from mlxsrv.errors import InsufficientMemory, ModelNotLoaded, Overloaded, ShuttingDown
+from mlxsrv.models.pool.clients import Client
 from mlxsrv.models.pool.model import LoadState
 from mlxsrv.models.pool.pool import Pool
 from tests.support.device import gate
@@ -133,13 +134,32 @@ def test_the_tokenizer_of_a_model_comes_without_it(folder: Path, log: Log) -> No
     run(test)
 
 
+def test_the_servers_own_leases_are_no_requests(folder: Path) -> None:
+    async def test() -> None:
+        async with opened(folder) as pool:
+            server = asyncio.create_task(pool.preload(entry(pool, "a")))
+            lease = pool.lease(entry(pool, "a"), Client("one"))
+            entering = asyncio.create_task(lease.enter())
+            await asyncio.sleep(0)
+            model = lease.model
+            assert (model.leases, model.requests, model.waiting_for_load) == (2, 1, 1)
+            await entering
+            assert model.waiting_for_load == 0
+            lease.release()
+            await server
+            assert (model.leases, model.requests) == (0, 0)
+
+    run(test)
+
+
 def test_a_full_queue_is_refused_at_once(folder: Path) -> None:
     async def test() -> None:
         async with opened(folder, max_concurrency=1, max_queue=1) as pool:
-            leases = [pool.lease(entry(pool, "a")) for _ in range(2)]
+            client = Client("one")
+            leases = [pool.lease(entry(pool, "a"), client) for _ in range(2)]
             with pytest.raises(Overloaded, match="a has 2 requests"):
-                pool.lease(entry(pool, "a"))
-            pool.lease(entry(pool, "b")).release()
+                pool.lease(entry(pool, "a"), client)
+            pool.lease(entry(pool, "b"), client).release()
             leases[0].release()
             leases[0].release()  # no second time
             await use(pool, "a")
@@ -423,14 +443,9 @@ def test_requests_come_and_go_in_any_order(folder: Path, options: Fields) -> Non
     async def request(pool: Pool, name: str, seconds: float) -> None:
         try:
             async with using(pool, name) as lease:
-                row = object()
-                await lease.borrow_row(row)
-                try:
-                    assert lease.model.loaded is not None
-                    await asyncio.sleep(seconds)
-                    assert lease.model.loaded is not None, "it went while it was in use"
-                finally:
-                    lease.return_row(row)
+                assert lease.model.loaded is not None
+                await asyncio.sleep(seconds)
+                assert lease.model.loaded is not None, "it went while it was in use"
         except ModelNotLoaded:
             assert name == "broken"
             ends["failed"] += 1

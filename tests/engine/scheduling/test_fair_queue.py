@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from mlxsrv.models.pool.fair_queue import MOST_DEBT, QUANTUM, FairQueue
+from mlxsrv.engine.orders import Turn
+from mlxsrv.engine.scheduling.fair_queue import MOST_DEBT, QUANTUM, FairQueue
 from tests.support.effort import examples
 
 Account = tuple[str, int]
@@ -20,15 +21,15 @@ ROUNDS = MOST_DEBT // QUANTUM
 """For so many rounds a client may be passed over."""
 
 
-def queue_of(*waiting: str, priorities: Sequence[int] = ()) -> FairQueue:
+def queue_of(*waiting: str, priorities: Sequence[int] = ()) -> FairQueue[str]:
     """A queue of borrowers whose clients are their first letters."""
-    queue = FairQueue()
+    queue = FairQueue[str]()
     for borrower, priority in zip(waiting, priorities or [0] * len(waiting), strict=True):
-        queue.join(borrower, borrower[0], priority)
+        queue.enqueue(borrower, Turn(borrower[0], priority))
     return queue
 
 
-def served(queue: FairQueue, number: int | None = None, *, tokens: int = 0) -> list[str]:
+def served(queue: FairQueue[str], number: int | None = None, *, tokens: int = 0) -> list[str]:
     """Serve so many, or all, one after the other; each costs `tokens`."""
     order = []
     for _ in range(len(queue) if number is None else number):
@@ -62,7 +63,7 @@ def test_a_request_waits_for_one_of_each_other_client_however_many_they_have() -
     queue = queue_of(*(f"{client}{i}" for client in "abc" for i in range(500)))
     for borrower in [queue.serve_next() for _ in range(8)]:  # on as many rows
         queue.finish(borrower, QUANTUM)
-    queue.join("d1", "d")
+    queue.enqueue("d1", Turn("d"))
     assert served(queue, 4, tokens=QUANTUM).index("d1") <= 3
 
 
@@ -83,10 +84,10 @@ def test_turns_are_weighted_by_tokens(
 ) -> None:
     """Two clients who always have requests waiting, on so many rows."""
     names, cost = "ab", dict(zip("ab", costs, strict=True))
-    queue, running, counted = FairQueue(), deque[str](), Counter[str]()
+    queue, running, counted = FairQueue[str](), deque[str](), Counter[str]()
     for i in range(4000):
         for name in names:
-            queue.join(f"{name}{i}", name)
+            queue.enqueue(f"{name}{i}", Turn(name))
     for i in range(4000):
         borrower = str(queue.serve_next())
         running.append(borrower)
@@ -114,7 +115,7 @@ def test_who_was_away_has_saved_up_nothing() -> None:
     queue = queue_of("a0", *(f"b{i}" for i in range(100)))
     assert served(queue, 50, tokens=QUANTUM)[0] == "a0"
     for i in range(1, 11):
-        queue.join(f"a{i}", "a")
+        queue.enqueue(f"a{i}", Turn("a"))
     order = served(queue, 20, tokens=QUANTUM)
     assert sum(name[0] == "a" for name in order) == 10
 
@@ -123,7 +124,7 @@ def test_who_was_away_has_paid_by_the_turns_of_others() -> None:
     queue = queue_of("a1", *(f"b{i}" for i in range(100)))
     queue.finish(queue.serve_next(), 4 * QUANTUM)
     served(queue, 4, tokens=QUANTUM)
-    queue.join("a2", "a")
+    queue.enqueue("a2", Turn("a"))
     assert "a2" in served(queue, 2, tokens=QUANTUM)
 
 
@@ -132,7 +133,7 @@ def test_debts_are_forgotten_when_nobody_waits() -> None:
     first, *_ = [queue.serve_next() for _ in range(3)]
     queue.finish(first, 10**6)  # and its client still has a row
     for borrower in ("b1", "b2", "a2"):
-        queue.join(borrower, borrower[0])
+        queue.enqueue(borrower, Turn(borrower[0]))
     assert served(queue).index("a2") <= 1
 
 
@@ -151,7 +152,7 @@ def test_new_clients_without_end_do_not_starve_one_in_debt() -> None:
     queue = queue_of("a1", "b1", "a2")
     queue.finish(queue.serve_next(), 10**6)
     for i in range(3 * ROUNDS):
-        queue.join(f"new{i}", f"new{i}")
+        queue.enqueue(f"new{i}", Turn(f"new{i}"))
         borrower = queue.serve_next()
         queue.finish(borrower, 1)
         if borrower == "a2":
@@ -159,11 +160,32 @@ def test_new_clients_without_end_do_not_starve_one_in_debt() -> None:
     pytest.fail("a2 was starved")
 
 
+def test_requests_of_a_client_go_in_the_order_in_which_they_came() -> None:
+    """Not in that in which their prompts were made tokens."""
+    queue = FairQueue[str]()
+    for job, arrival in (("a3", 3), ("a1", 1), ("a4", 4), ("a2", 2), ("a2 again", 2)):
+        queue.enqueue(job, Turn("a", arrival=arrival))
+    assert served(queue) == ["a1", "a2", "a2 again", "a3", "a4"]
+
+
+def test_to_look_who_is_next_changes_nothing() -> None:
+    looked, other = (queue_of("a1", "a2", "b1", "b2", "c1") for _ in range(2))
+    for queue in (looked, other):
+        queue.finish(queue.serve_next(), 4 * QUANTUM)
+    order = []
+    while len(looked):
+        for _ in range(9):
+            assert looked.next is not None
+        order.append(looked.serve_next())
+        looked.finish(order[-1], QUANTUM)
+    assert order == served(other, tokens=QUANTUM)
+
+
 def test_who_leaves_is_not_served_and_costs_nothing() -> None:
     queue = queue_of("a1", "a2", "a3", "b1")
     queue.leave("a1")
     queue.leave("a3")
-    assert (len(queue), queue.clients) == (2, 2)
+    assert (len(queue), queue.served) == (2, 0)
     assert served(queue) == ["a2", "b1"]
     with pytest.raises(LookupError):
         queue.serve_next()
@@ -171,9 +193,9 @@ def test_who_leaves_is_not_served_and_costs_nothing() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(-1, 1)), max_size=60))
 def test_everybody_is_served_once_in_order(waiting: list[tuple[str, int]]) -> None:
-    queue = FairQueue()
+    queue = FairQueue[int]()
     for i, (client, priority) in enumerate(waiting):
-        queue.join(i, client, priority)
+        queue.enqueue(i, Turn(client, priority))
     order = [int(str(queue.serve_next())) for _ in waiting]
     assert sorted(order) == list(range(len(waiting)))
     priorities = [waiting[i][1] for i in order]
@@ -181,7 +203,7 @@ def test_everybody_is_served_once_in_order(waiting: list[tuple[str, int]]) -> No
     for client in {client for client, _ in waiting}:
         own = [i for i in order if waiting[i][0] == client]
         assert own == sorted(own, key=lambda i: (waiting[i][1], i))
-    assert (len(queue), queue.clients) == (0, 0)
+    assert len(queue) == 0
 
 
 class Turns(RuleBasedStateMachine):
@@ -189,7 +211,7 @@ class Turns(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.queue = FairQueue()
+        self.queue = FairQueue[int]()
         self.waiting: dict[int, Account] = {}
         self.running: dict[int, Account] = {}
         self.ahead: dict[int, Counter[str]] = {}
@@ -205,7 +227,7 @@ class Turns(RuleBasedStateMachine):
         if account not in self.indebted | {*self.waiting.values(), *self.running.values()}:
             self.ahead[self.number] = Counter()
         self.waiting[self.number] = account
-        self.queue.join(self.number, client, priority)
+        self.queue.enqueue(self.number, Turn(client, priority))
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
@@ -217,8 +239,9 @@ class Turns(RuleBasedStateMachine):
     @precondition(lambda self: self.waiting)
     @rule()
     def serve(self) -> None:
+        told = self.queue.next
         one = self.queue.serve_next()
-        assert isinstance(one, int)
+        assert one == told, "who was said to be next is"
         account = client, priority = self.waiting[one]
         assert priority == min(level for _, level in self.waiting.values())
         assert one == min(other for other, its in self.waiting.items() if its == account)
@@ -247,7 +270,8 @@ class Turns(RuleBasedStateMachine):
     @invariant()
     def tells_its_state(self) -> None:
         assert len(self.queue) == len(self.waiting)
-        assert self.queue.clients == len({client for client, _ in self.waiting.values()})
+        assert self.queue.served == len(self.running)
+        assert (self.queue.next is None) == (not self.waiting)
 
     def teardown(self) -> None:
         """When all have left, nothing is kept of them."""
