@@ -122,7 +122,7 @@ def test_ctrl_c_at_any_moment_of_the_start_is_one_line_and_status_130(
     told = ("mlxsrv: interrupted", "shutting down")
     assert sum(any(each in line for each in told) for line in lines) == 1, lines
     for line in lines:
-        assert re.match(r"mlxsrv: interrupted$|\d\d:\d\d:\d\d\.\d{3} info ", line), lines
+        assert re.match(f"mlxsrv: interrupted$|{DATED}", line), lines
 
 
 def test_a_default_model_whose_files_cannot_be_served_is_one_line_and_status_1(
