@@ -78,7 +78,8 @@ class Choice:
         self._spelling = spelling
         self._prompt_pending = returns_ids or spelling is not None
 
-        # Arrived, and not read yet.
+        # Arrived, and not read yet. A reader asks once more after each read, mostly for nothing.
+        self._news = False
         self._opening: list[Output] = []
         self._tokens: list[int] = []
         self._likelihoods: list[Likelihood] = []
@@ -107,10 +108,12 @@ class Choice:
 
     def _finish(self, reason: FinishReason) -> None:
         self.finish = reason
+        self._news = True
         self.enter(State.FINISHED)
 
     def receive(self, event: JobEvent) -> None:
         """Note an event of the job."""
+        self._news = True
         match event:
             case Token():
                 if event.finish == "stop":
@@ -137,8 +140,9 @@ class Choice:
 
     def collect(self) -> list[Output]:
         """Return what has come since the last read. Ended comes last, if the choice is over."""
-        if self.state is _QUEUED or self.state is _CLOSED:
+        if not self._news or self.state is _QUEUED or self.state is _CLOSED:
             return []
+        self._news = False
         outputs, self._opening = self._opening, []
         outputs += self._read_prompt()
         outputs += self._read_echo()
