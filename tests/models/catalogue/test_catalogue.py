@@ -96,6 +96,19 @@ def test_a_folder_that_is_not_there_is_a_wrong_setting(text: str) -> None:
         catalogue(text)
 
 
+def test_a_file_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "md").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for name, told in (
+        ("md/a.gguf", "is a GGUF file: .* mlx_lm.convert"),
+        ("md/a", "is a file, not"),
+    ):
+        Path(name).touch()
+        for text in (name, f"./{name}", f"x={name}"):
+            with pytest.raises(SettingsError, match=told):
+                catalogue(text)
+
+
 def test_two_models_of_one_name_are_a_wrong_setting(tmp_path: Path) -> None:
     for parent in ("a", "b"):
         (tmp_path / parent / "m").mkdir(parents=True)
