@@ -23,6 +23,10 @@ from mlxsrv.terminal.units import Steps, Unit, unit
 _HUB_VARIABLES = ("HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "HF_HUB_OFFLINE", "XDG_CACHE_HOME")
 """They say where models are. A token is no part of it: `hf auth login` keeps one in a file."""
 
+_NO_ANSWER = 1
+"""The status, with a reason, of a manager that knows nothing: of a service that does not run it is
+another (systemctl: 3, launchctl: 113)."""
+
 _ACTIONS = ("install", "uninstall", "status")
 
 
@@ -90,7 +94,15 @@ def _install(described: Unit, flags: Mapping[str, Any], settings: Settings, *, y
         question = "Write this file and start the service?"
         copy = write_change(change, lambda: yes or agreed(question, remedy="add --yes to do it"))
         print(f"The file is written{f'; the old one is {copy}' if copy else ''}.")
-    if failure := _run(described.start):
+    not_enabled = _run(described.enable)
+    if failure := _run(described.start) or not_enabled:
+        begins = "" if not_enabled else ", begins at your next login"
+        print(
+            f"The service is installed{begins}, and is not started, for {described.program} failed."
+        )
+        print(
+            "To take it away: mlxsrv service uninstall. To run the server without it: mlxsrv serve"
+        )
         raise RequestFailed(failure)
     print(f"The service is started: {client.url}. {described.note}")
     print(f"Its log: {described.logs}")
@@ -109,6 +121,8 @@ def _uninstall(described: Unit, *, yes: bool) -> None:
     path.unlink()
     _run(described.forget)
     print(f"The service has stopped, and {path} is removed. Models and settings stay.")
+    if older := sorted(map(str, path.parent.glob(f"{path.name}.bak*"))):
+        print(f"Copies of older files stay, too: {', '.join(older)}")
 
 
 def _show(described: Unit, settings: Settings) -> None:
@@ -117,14 +131,22 @@ def _show(described: Unit, settings: Settings) -> None:
         return
     client = client_of(settings, None)
     print(f"Installed: {described.path}")
-    state = "running" if _runs(described) else "not running"
+    asked = _ask(described)
+    unknown = asked.returncode == _NO_ANSWER and asked.stderr.strip()
+    state = "unknown" if unknown else "not running" if asked.returncode else "running"
     print(f"State: {state}; its log: {described.logs}")
     silent = "no answer; give the service's own --port here as well"
     print(f"{client.url}: {client.health()['status'] if client.is_there() else silent}")
+    if unknown:
+        raise RequestFailed(f"{' '.join(described.state)}: {unknown}")
 
 
 def _runs(described: Unit) -> bool:
-    return subprocess.run(described.state, capture_output=True, check=False).returncode == 0
+    return _ask(described).returncode == 0
+
+
+def _ask(described: Unit) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(described.state, capture_output=True, text=True, check=False)
 
 
 def _run(steps: Steps) -> str:

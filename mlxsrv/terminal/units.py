@@ -27,7 +27,8 @@ class Unit(msgspec.Struct, frozen=True):
         path: of its file.
         text: that the file shall have.
         program: that manages services here.
-        start: commands that start it, now and at each login; it may run already.
+        enable: commands that have it start at each login; its file alone may do.
+        start: commands that start it now; it may run already.
         stop: commands that stop it for good.
         forget: commands once its file is gone.
         state: the command whose status says whether it runs.
@@ -38,6 +39,7 @@ class Unit(msgspec.Struct, frozen=True):
     path: Path
     text: str
     program: str
+    enable: Steps
     start: Steps
     stop: Steps
     forget: Steps
@@ -79,6 +81,7 @@ def _launchd(
         path=path,
         text=plistlib.dumps(content, sort_keys=False).decode(),
         program="launchctl",
+        enable=(),
         # An earlier version of it must go first; bootout fails where there is none.
         start=(
             ("launchctl", "bootout", f"{domain}/{_NAME}"),
@@ -118,11 +121,8 @@ def _systemd(
         path=config / "systemd" / "user" / f"{_NAME}.service",
         text="\n".join(lines) + "\n",
         program="systemctl",
-        start=(
-            (*manage, "daemon-reload"),
-            (*manage, "enable", _NAME),
-            (*manage, "restart", _NAME),
-        ),
+        enable=((*manage, "daemon-reload"), (*manage, "enable", _NAME)),
+        start=((*manage, "restart", _NAME),),
         stop=((*manage, "disable", "--now", _NAME),),
         forget=((*manage, "daemon-reload"),),
         state=(*manage, "is-active", "--quiet", _NAME),
