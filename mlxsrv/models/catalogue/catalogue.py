@@ -429,11 +429,10 @@ def _place(text: str, option: str) -> Path | hub_cache.Repository:
     if text == DEMO:
         return _DEMO_FOLDER
     if text and os.path.isfile(folder):
-        other = "look for its name at mlx-community on the hub, or use mlx_lm.convert"
-        what = (
-            f"a GGUF file: {other}" if folder.suffix == ".gguf" else "a file, not a model's folder"
-        )
-        raise SettingsError(f"{option}: {text!r} is {what}")
+        what = "is a file, not a model's folder"
+        if folder.suffix == ".gguf":
+            what = "is a GGUF file: look for the model at mlx-community, or use mlx_lm.convert"
+        raise SettingsError(f"{option}: {text!r} {what}")
     repository = _repository(text)
     if repository is None:
         raise SettingsError(f"{option}: there is no folder {text!r}, and it is no ORG/NAME")

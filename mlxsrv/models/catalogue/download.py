@@ -60,6 +60,8 @@ _LOOK = 0.5
 
 _CLIENT = {"library_name": "mlxsrv", "library_version": __version__}
 
+_NETWORK = "look at the network and at HTTPS_PROXY"
+
 _HEADER = b'{"stand-in": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}'
 _STAND_IN = len(_HEADER).to_bytes(8, "little") + _HEADER + b"\0"
 """A valid file of weights that holds one number."""
@@ -452,9 +454,9 @@ def _explain(error: Exception, repository: Repository) -> ServeError:
         case errors.OfflineModeIsEnabled():
             reason = "HF_HUB_OFFLINE is set"
         case errors.LocalEntryNotFoundError():
-            reason = "the hub cannot be reached"
+            reason = f"the hub cannot be reached; {_NETWORK}"
         case errors.HTTPError():
-            reason = f"the connection to the hub failed ({type(error).__name__})"
+            reason = f"the connection to the hub failed ({type(error).__name__}); {_NETWORK}"
         case OSError():
             reason = error.strerror or type(error).__name__
         case _:
