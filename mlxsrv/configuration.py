@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -93,12 +93,18 @@ def _named(where: str, read: Callable[[Any], Any], value: Any) -> Any:
         raise SettingsError(f"{where}: {error}") from None
 
 
-def warn_of_variables(environ: Mapping[str, str] = os.environ) -> None:
+def warn_of_variables() -> None:
     """Log the variables that look like an option's and are none."""
+    for told in wrong_variables():
+        _log.warning(told)
+
+
+def wrong_variables(environ: Mapping[str, str] = os.environ) -> Iterator[str]:
+    """A sentence about each variable that looks like an option's and is none."""
     known = {option.variable for option in options()} | {f"{ENV_PREFIX}{name}" for name in _OTHERS}
     for name in environ:
         if name.startswith(ENV_PREFIX) and name not in known:
-            _log.warning("the variable %s means nothing%s", name, did_you_mean(name, known))
+            yield f"the variable {name} means nothing{did_you_mean(name, known)}"
 
 
 def options_table() -> str:

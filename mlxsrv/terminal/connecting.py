@@ -11,6 +11,7 @@ from mlxsrv.connect.clients import CLIENTS
 from mlxsrv.connect.setup import ClientSetup
 from mlxsrv.connect.writing import plan_change, write_change
 from mlxsrv.options import SettingsError
+from mlxsrv.terminal.client import client_of
 from mlxsrv.terminal.screen import agreed
 
 
@@ -21,9 +22,12 @@ def connect(arguments: Sequence[str]) -> None:
     write, yes = flags.pop("write"), flags.pop("yes")
     if client is None:
         raise no_such("a client", None, CLIENTS)
-    server = find_address(settings_from(flags), url, model)
+    settings = settings_from(flags)
+    server = find_address(settings, url, model)
     setup = CLIENTS[client](server)
     print(setup.text(server))
+    if url is None and settings.port and not (asked := client_of(settings, None)).is_taken():
+        print(f"\nNo server runs at {asked.url}: start one first, with mlxsrv.")
     if write:
         print()
         _write(setup, lambda: yes or agreed("Write this?", remedy="add --yes to write"))
