@@ -65,6 +65,9 @@ class Arguments(argparse.ArgumentParser):
             flag = first.partition("=")[0]
             known = self._option_string_actions
             whole = "--help-all" if "--help-all" in known else "--help"
+            if short := known.get(flag.swapcase()):
+                flags = ", ".join(short.option_strings)
+                raise SettingsError(f"there is no option {flag}; did you mean {flags}?")
             near = did_you_mean(flag, known) or f"; see: {self.prog} {whole}"
             raise SettingsError(f"there is no option {flag}{near}")
         return vars(values)

@@ -15,6 +15,22 @@ from mlxsrv.server.process_end import interrupt
 
 _SERVE = "serve"
 _DEMO = "demo"
+_ELSEWHERE = {
+    "list": "models",
+    "ls": "models",
+    "show": "models",
+    "info": "models",
+    "start": "serve",
+    "up": "serve",
+    "download": "pull",
+    "remove": "rm",
+    "delete": "rm",
+    "status": "ps",
+    "down": "stop",
+    "kill": "stop",
+}
+"""Words that other programs have for our commands."""
+
 _FLAGS = {"help": "--help", "version": "--version"}
 """Words for which there is a flag."""
 
@@ -29,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     arguments = list(sys.argv[1:] if argv is None else argv)
     before = signal.signal(signal.SIGINT, interrupt)
     from mlxsrv.commands import COMMANDS
-    from mlxsrv.configuration import warn_of_variables
+    from mlxsrv.configuration import wrong_variables
     from mlxsrv.errors import ServeError
     from mlxsrv.options import SettingsError
     from mlxsrv.server.listening import ListenError
@@ -38,14 +54,26 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         name, rest = _find_command(arguments, COMMANDS)
         if name != _SERVE:
             signal.signal(signal.SIGINT, before)
-            warn_of_variables()
+            for told in wrong_variables():
+                print(f"mlxsrv: {told}", file=sys.stderr)
         _run(COMMANDS[name].run, rest)
     except SettingsError as error:
         _fail(2, str(error))
     except ServeError as error:
         _fail(1, error.message)
     except ListenError as error:
-        _fail(1, str(error))
+        _fail(1, f"{error}{_who_listens(error.taken)}")
+
+
+def _who_listens(port: int | None) -> str:
+    """The end of a sentence about a port that another mlxsrv has; empty if it is none."""
+    from mlxsrv.terminal.processes import listening_process
+
+    process = None if port is None else listening_process(port)
+    if process is None or not process.is_server:
+        return ""
+    shown, stopped = (f"mlxsrv {command} --port {port}" for command in ("ps", "stop"))
+    return f"; mlxsrv runs there already (process {process.pid}): {shown}, {stopped}"
 
 
 def _find_command(arguments: Sequence[str], commands: Collection[str]) -> tuple[str, Sequence[str]]:
@@ -63,7 +91,8 @@ def _find_command(arguments: Sequence[str], commands: Collection[str]) -> tuple[
     if first in commands:
         return first, rest
     if first.isidentifier() and first != _DEMO and not os.path.isdir(first):
-        near = did_you_mean(first, [*commands, *_FLAGS]) or "; mlxsrv --help lists them"
+        meant = _ELSEWHERE.get(first, first)
+        near = did_you_mean(meant, [*commands, *_FLAGS]) or "; mlxsrv --help lists them"
         raise SettingsError(f"there is no command {first!r}{near}")
     return _SERVE, arguments
 

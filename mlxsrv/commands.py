@@ -59,7 +59,7 @@ def completion(arguments: Sequence[str]) -> None:
     from mlxsrv.terminal.completion import CompletedCommand, completion_script
 
     shell = completion_arguments().read(arguments)["shell"]
-    commands = []
+    commands = [CompletedCommand("help", "show the help of a command", {}, [*COMMANDS])]
     for name, command in COMMANDS.items():
         parser = command.arguments()
         commands.append(CompletedCommand(name, command.does, parser.flags(), parser.words()))

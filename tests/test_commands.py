@@ -76,6 +76,8 @@ def test_nothing_is_loaded_to_list_models(folder: Path) -> None:
     ("arguments", "status", "told"),
     [
         (("modles",), 2, "there is no command 'modles'; did you mean models?"),
+        (("ls",), 2, "there is no command 'ls'; did you mean models?"),
+        (("-v",), 2, "there is no option -v; did you mean -V, --version?"),
         (("xyzzy",), 2, "there is no command 'xyzzy'; mlxsrv --help lists them"),
         (("serve", "--prot", "1"), 2, "there is no option --prot; did you mean --port?"),
         (("pull", "--quite", "a/b"), 2, "there is no option --quite; did you mean --quiet?"),
@@ -89,7 +91,7 @@ def test_nothing_is_loaded_to_list_models(folder: Path) -> None:
         (("chat", "--metrics=on"), 2, "--metrics takes no value, and has 'on'"),
         (("service", "instal"), 2, "'instal' is not an action; did you mean install?"),
         (("service",), 2, "ACTION is missing; see: mlxsrv service --help"),
-        (("recommend", "--memory", "64"), 2, "--memory: '64' has no unit: 64GB"),
+        (("recommend", "--memory", "64"), 2, "--memory: '64' has no unit, such as 64GB"),
         (("models", "--pin", "nobody"), 2, "'nobody' is not served here"),
         (("pull", "not-a-repository"), 2, "ORG/NAME"),
         (("replay", "/no/record"), 2, "/no/record: No such file"),

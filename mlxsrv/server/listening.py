@@ -14,7 +14,15 @@ BACKLOG = 2048
 
 
 class ListenError(Exception):
-    """The server cannot listen on its address; the message says why in one line."""
+    """The server cannot listen on its address; the message says why in one line.
+
+    Args:
+        taken: the port, if something listens there already.
+    """
+
+    def __init__(self, message: str, taken: int | None = None) -> None:
+        super().__init__(message)
+        self.taken = taken
 
 
 def bind(settings: Settings) -> socket.socket:
@@ -56,7 +64,8 @@ def _raising_listen_errors(settings: Settings) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        remedy = "; --port 0 takes any free one" if error.errno == errno.EADDRINUSE else ""
+        taken = settings.port if error.errno == errno.EADDRINUSE else None
+        remedy = "" if taken is None else "; --port 0 takes any free one"
         raise ListenError(
-            f"cannot listen on {settings.host}:{settings.port}: {error.strerror}{remedy}"
+            f"cannot listen on {settings.host}:{settings.port}: {error.strerror}{remedy}", taken
         ) from None

@@ -62,14 +62,18 @@ class Finding(msgspec.Struct, frozen=True):
 def doctor(arguments: Sequence[str]) -> int:
     """Print what is found. Returns 1 if something is wrong."""
     settings = settings_from(doctor_arguments().read(arguments))
-    faults = 0
+    found = {"ok": 0, "note": 0, "fault": 0}
     for check in _CHECKS:
         for finding in check(settings):
             mark = {"ok": "ok   ", "note": "note ", "fault": "FAULT"}[finding.state]
             print(f"{mark}  {finding.text}", flush=True)
-            faults += finding.state == "fault"
-    print("All is well." if not faults else "What is marked FAULT needs you.")
-    return 1 if faults else 0
+            found[finding.state] += 1
+    if found["fault"]:
+        print("What is marked FAULT needs you.")
+        return 1
+    notes = found["note"]
+    print(f"No fault; {notes} note{'' if notes == 1 else 's'}." if notes else "All is well.")
+    return 0
 
 
 def doctor_arguments() -> Arguments:

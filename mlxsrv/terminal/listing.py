@@ -34,10 +34,10 @@ class ModelLine(msgspec.Struct, frozen=True, kw_only=True):
     capabilities: tuple[str, ...] = ()
 
 
-def models(arguments: Sequence[str]) -> None:
+def models(arguments: Sequence[str]) -> int:
     """Print which models a server with these options would serve, and why not the others.
 
-    No model is loaded.
+    No model is loaded. Returns 1 if the default model cannot be served.
     """
     flags = models_arguments().read(arguments)
     as_json = flags.pop("json")
@@ -48,6 +48,7 @@ def models(arguments: Sequence[str]) -> None:
     print(msgspec.json.encode(lines).decode() if as_json else _table(lines))
     if [line.id for line in lines if line.problem is None] == [DEMO] and sys.stdout.isatty():
         print("To get a real one: mlxsrv recommend, then mlxsrv pull ORG/NAME.", file=sys.stderr)
+    return int(any(line.default and line.problem is not None for line in lines))
 
 
 def models_arguments() -> Arguments:
@@ -55,7 +56,7 @@ def models_arguments() -> Arguments:
     parser = command_arguments(
         "models",
         "List the models that a server with the same options would serve, and why others "
-        "cannot be.",
+        "cannot be. Exit status 1: the default model cannot be.",
     )
     parser.add_argument("--json", action="store_true", help="Print JSON, one list of objects.")
     return parser

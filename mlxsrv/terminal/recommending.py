@@ -102,7 +102,7 @@ def _working_memory(memory: str | None) -> int:
         return find_working_memory(describe_device(), held=0, ram=ram)
     size = next(option for option in options() if option.name == "memory_limit")
     if memory.isdigit():
-        raise SettingsError(f"--memory: {memory!r} has no unit: {memory}GB")
+        raise SettingsError(f"--memory: {memory!r} has no unit, such as 64GB")
     try:
         bytes = int(size.parse(re.sub(r"([KMGT])B$", r"\1iB", memory, flags=re.IGNORECASE)))
     except SettingsError as error:

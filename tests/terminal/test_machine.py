@@ -96,7 +96,8 @@ def test_the_doctor_tells_whose_the_port_is(run: Run, monkeypatch: pytest.Monkey
 def test_the_doctor_has_the_demo_answer(run: Run) -> None:
     done = run("doctor", "--port", "0", HF_HUB_OFFLINE="1")
     assert "answered in" in done.stdout
-    assert done.stdout.endswith("All is well.\n")
+    notes = sum(line.startswith("note") for line in done.stdout.splitlines())
+    assert done.stdout.splitlines()[-1].startswith(f"No fault; {notes} note" if notes else "All is")
 
 
 @pytest.fixture
@@ -194,8 +195,16 @@ def test_a_manager_that_fails_is_told(run: Run, manager: Path, tmp_path: Path) -
     done = run("service", "install", "--yes", "--port", "9")
     assert done.returncode == 1
     assert done.stderr.endswith(": no bus\n")
+    assert "is not started" in done.stdout
+    assert "To take it away: mlxsrv service uninstall" in done.stdout
+    asked = run("service", "status", "--port", "9")
+    assert (asked.returncode, "State: unknown" in asked.stdout) == (1, True)
+    assert asked.stderr.endswith(": no bus\n")
+    run("service", "install", "--yes", "--port", "10")
     # It does not run either, so what is left can go.
-    assert run("service", "uninstall", "--yes").returncode == 0
+    gone = run("service", "uninstall", "--yes")
+    assert gone.returncode == 0
+    assert ".bak1\n" in gone.stdout
 
 
 def test_launchd_has_a_file_of_its_own(manager: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,6 +230,7 @@ def test_systemd_reads_arguments_as_they_are(
 TRIED = """
 tried() { COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _mlxsrv; echo "${COMPREPLY[*]}"; }
 tried mlxsrv re
+tried mlxsrv help re
 tried mlxsrv --por
 tried mlxsrv ps --js
 tried mlxsrv run c
@@ -237,7 +247,7 @@ def test_bash_completes_commands_options_and_words(run: Run) -> None:
     script = run("completion", "bash").stdout
     tried = subprocess.run(["bash", "-c", script + TRIED], capture_output=True, text=True)
     assert tried.stdout.splitlines() == [
-        "recommend replicas replay",
+        *["recommend replicas replay"] * 2,
         "--port",
         "--json",
         "codex claude",
@@ -255,6 +265,7 @@ def test_fish_completes_as_bash_does(run: Run) -> None:
     script = run("completion", "fish").stdout
     for line, completed in (
         ("rec", ["recommend"]),
+        ("help rec", ["recommend"]),
         ("service un", ["uninstall"]),
         ("connect codex clau", []),
         ("chat --log-level w", ["warning"]),
