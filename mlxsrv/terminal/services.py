@@ -96,13 +96,10 @@ def _install(described: Unit, flags: Mapping[str, Any], settings: Settings, *, y
         print(f"The file is written{f'; the old one is {copy}' if copy else ''}.")
     not_enabled = _run(described.enable)
     if failure := _run(described.start) or not_enabled:
-        begins = "" if not_enabled else ", begins at your next login"
-        print(
-            f"The service is installed{begins}, and is not started, for {described.program} failed."
-        )
-        print(
-            "To take it away: mlxsrv service uninstall. To run the server without it: mlxsrv serve"
-        )
+        begins = "" if not_enabled else ", and begins at your next login"
+        print(f"The service is installed{begins}, but {described.program} could not start it now.")
+        without = "To run the server without it: mlxsrv serve"
+        print(f"To take it away: mlxsrv service uninstall. {without}")
         raise RequestFailed(failure)
     print(f"The service is started: {client.url}. {described.note}")
     print(f"Its log: {described.logs}")

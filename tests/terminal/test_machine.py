@@ -195,7 +195,7 @@ def test_a_manager_that_fails_is_told(run: Run, manager: Path, tmp_path: Path) -
     done = run("service", "install", "--yes", "--port", "9")
     assert done.returncode == 1
     assert done.stderr.endswith(": no bus\n")
-    assert "is not started" in done.stdout
+    assert "could not start it now" in done.stdout
     assert "To take it away: mlxsrv service uninstall" in done.stdout
     asked = run("service", "status", "--port", "9")
     assert (asked.returncode, "State: unknown" in asked.stdout) == (1, True)
