@@ -114,6 +114,7 @@ def running_server(
 
     Raises:
         RequestFailed: there is no server, or it cannot load its model.
+        SettingsError: the model that the command names can be none.
     """
     if client := _find_running(settings, url):
         _tell_what_has_no_effect(flags, client.url)
@@ -124,7 +125,8 @@ def running_server(
         return
     arguments = as_arguments(flags)
     if model is not None:
-        arguments += ["--model", _as_option(settings, model)]
+        model, option = _as_option(settings, model)
+        arguments += ["--model", option]
     with _ended_by_signals(), StatusLine() as line:
         line.show("starting a server")
         # With a key, it is for this command alone.
@@ -185,18 +187,19 @@ def as_arguments(flags: Mapping[str, Any]) -> list[str]:
     return arguments
 
 
-def _as_option(settings: Settings, name: str) -> str:
-    """A `--model` that serves the model of this name alone."""
+def _as_option(settings: Settings, name: str) -> tuple[str, str]:
+    """The name by which to ask for a model that is named so, which may be by its path, and a
+    `--model` that serves it alone. Raises SettingsError."""
     # Imported here: only a server that is started needs to know what is on the disk.
-    from mlxsrv.models.catalogue.catalogue import Catalogue
+    from mlxsrv.models.catalogue.catalogue import Catalogue, named_models
 
     catalogue = Catalogue(settings)
     catalogue.scan()
     entry = catalogue.answering(name)
     if entry is None:
-        return name
+        return named_models([name])[0].name, name
     adapter = f"+{entry.source.adapter}" if entry.source.adapter else ""
-    return f"{name}={entry.source.place}{adapter}"
+    return name, f"{name}={entry.source.place}{adapter}"
 
 
 def _wait_until_ready(

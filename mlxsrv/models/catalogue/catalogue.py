@@ -114,7 +114,7 @@ class Catalogue:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._named = _named(settings.model)
+        self._named = named_models(settings.model)
         self._seen: dict[tuple[Path, FormatWords], tuple[Hashable, ModelDescription | str]] = {}
         self._reported: set[tuple[str, str]] = set()
         self._refreshing = anyio.Lock()
@@ -362,8 +362,11 @@ class Catalogue:
         return "served are: " + ", ".join(map(repr, names[:_MOST_NAMES]))
 
 
-def _named(models: Sequence[str]) -> list[ModelEntry]:
-    """The entries of the command line. More names for the same files become aliases."""
+def named_models(models: Sequence[str]) -> list[ModelEntry]:
+    """The entries of the command line. More names for the same files become aliases.
+
+    Raises SettingsError if one can be no model.
+    """
     entries: dict[ModelSource, ModelEntry] = {}
     taken: dict[str, ModelSource] = {}
     for text in models:
