@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
@@ -20,27 +21,37 @@ from mlxsrv.terminal.starting import running_server
 _PROMPT = ">>> "
 _MORE = "... "
 _QUOTES = '"""'
+_PIPE = 'a question comes through a pipe: echo "..." | mlxsrv chat'
 
 
 def chat(arguments: Sequence[str]) -> None:
     """Chat until the user ends it; from a pipe, answer what comes from it."""
     flags = chat_arguments().read(arguments)
-    asked, url, system = (flags.pop(name) for name in ("asked", "url", "system"))
+    words, url, system = (flags.pop(name) for name in ("asked", "url", "system"))
+    if len(words) > 1:
+        raise SettingsError(f"{words[1]!r} is one argument too many; {_PIPE}")
     question = None if sys.stdin.isatty() else sys.stdin.read().strip()
     if question == "":
         raise SettingsError("nothing to answer: write something into the pipe")
-    with running_server(settings_from(flags), flags, url=url, model=asked) as (client, name):
-        conversation = Conversation(client, "", system)
-        described = conversation.choose(name)
+    asked, settings = words[0] if words else None, settings_from(flags)
+    with contextlib.ExitStack() as stack:
+        try:
+            client, name = stack.enter_context(
+                running_server(settings, flags, url=url, model=asked)
+            )
+            conversation = Conversation(client, "", system)
+            described = conversation.choose(name)
+        except (SettingsError, RequestFailed) as error:
+            if asked is None or " " not in asked:
+                raise
+            raise SettingsError(f"{error}; {_PIPE}") from None
         if question is None:
             ChatTerminal(conversation).run(f"{described} at {client.url}")
-        else:
-            note = conversation.ask(
-                question, lambda _, text: print(shown(text), end="", flush=True)
-            )
-            print()
-            if note:
-                print(f"mlxsrv: {note}", file=sys.stderr)
+            return
+        with _answer_line() as write:
+            note = conversation.ask(question, lambda _, text: write(shown(text)))
+        if note:
+            print(f"mlxsrv: {note}", file=sys.stderr)
 
 
 def chat_arguments() -> Arguments:
@@ -51,7 +62,8 @@ def chat_arguments() -> Arguments:
         "one and stops it at the end. From a pipe it answers once: echo hi | mlxsrv chat.",
         operands="[MODEL]",
     )
-    parser.add_argument("asked", metavar="MODEL", nargs="?", help="Model; else the default one.")
+    # "*": a question here gets an error that says where it belongs.
+    parser.add_argument("asked", metavar="MODEL", nargs="*", help="Model; else the default one.")
     parser.add_argument("--url", help="Address of the server, if not http://HOST:PORT.")
     parser.add_argument("--system", metavar="TEXT", default="", help="System prompt.")
     return parser
@@ -87,7 +99,7 @@ class ChatTerminal:
 
     def _obey(self, text: str) -> None:
         try:
-            if text.startswith("/"):
+            if text.startswith("/") or text in _ALIASES:
                 self._command(text)
             else:
                 self._answer(text)
@@ -101,20 +113,19 @@ class ChatTerminal:
         def show(thought: str, piece: str) -> None:
             nonlocal thinks
             if thinks and piece:
-                print("\n")
+                write("\n\n")
             thinks = bool(thought)
-            print(dim(shown(thought)) + shown(piece), end="", flush=True)
+            write(dim(shown(thought)) + shown(piece))
 
         note = "stopped"
-        with contextlib.suppress(KeyboardInterrupt):
+        with _answer_line() as write, contextlib.suppress(KeyboardInterrupt):
             note = self._conversation.ask(text, show)
-        print()
         if note:
             print(dim(f"[{note}]"))
 
     def _command(self, text: str) -> None:
         name, _, rest = text.partition(" ")
-        command = _COMMANDS.get(name)
+        command = _COMMANDS.get(_ALIASES.get(name, name))
         if command is None:
             near = did_you_mean(name, _COMMANDS) or "; /help lists the commands"
             print(f"There is no command {name}{near}")
@@ -135,9 +146,9 @@ class ChatTerminal:
 
     def _set(self, text: str) -> None:
         parameters = self._conversation.parameters
-        name, _, value = text.partition(" ")
-        if value:
-            self._conversation.set(name, _value(value.strip()))
+        name, *value = re.split(r"\s*=\s*|\s+", text, maxsplit=1)
+        if any(value):
+            self._conversation.set(name, _value(value[0]))
         elif name:
             parameters.pop(name, None)
         print(
@@ -173,12 +184,34 @@ _COMMANDS: Final[Mapping[str, tuple[str, Callable[[ChatTerminal, str], None]]]] 
             "a name alone: leave it to the model.",
             ChatTerminal._set,
         ),
-        "/image": ("Show the model an image.", ChatTerminal._image),
+        "/image": ("Not here: the models read text only.", ChatTerminal._image),
         "/clear": ("Forget the conversation.", ChatTerminal._clear),
         "/help": ("List the commands.", ChatTerminal._help),
-        "/exit": ("End the chat.", ChatTerminal._exit),
+        "/exit": ("End the chat, as /bye, /quit, exit and quit do.", ChatTerminal._exit),
     }
 )
+
+_ALIASES: Final[Mapping[str, str]] = MappingProxyType(
+    {"/?": "/help"} | dict.fromkeys(("/bye", "/quit", "exit", "quit"), "/exit")
+)
+"""Words of other chats and of shells, with the commands that they mean."""
+
+
+@contextlib.contextmanager
+def _answer_line() -> Iterator[Callable[[str], None]]:
+    """Write the pieces of an answer; its last line ends, whatever ends the answer."""
+    begun = False
+
+    def write(text: str) -> None:
+        nonlocal begun
+        begun = True
+        print(text, end="", flush=True)
+
+    try:
+        yield write
+    finally:
+        if begun:
+            print(flush=True)
 
 
 def _read() -> str:

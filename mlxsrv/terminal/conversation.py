@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Final
 
+from mlxsrv.arguments import did_you_mean
 from mlxsrv.terminal.client import RequestFailed, ServerClient
+
+_NOT_SET: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "model": "use /model",
+        "system": "use /system",
+        "messages": "the chat sets this itself",
+        "stream": "the chat sets this itself",
+        "n": "the chat shows one answer",
+    }
+)
+"""Fields of a request that the user cannot set, and why."""
 
 
 class Conversation:
@@ -60,16 +73,31 @@ class Conversation:
                 self._turns += [question, {"role": "assistant", "content": said}]
 
     def set(self, name: str, value: object) -> None:
-        """Have every request carry this field. Raises RequestFailed if the server refuses it."""
-        # A request without messages is refused before anything is done for it. Its fields are read
-        # in their order, so an error about this one comes first.
-        try:
-            with self._client.chat({name: value, "model": self.model, "messages": []}):
-                pass
-        except RequestFailed as error:
-            if error.param not in (None, "messages"):
-                raise
+        """Have every request carry this field.
+
+        Raises RequestFailed if the server refuses the field, or ignores it.
+        """
+        if name in _NOT_SET:
+            raise RequestFailed(f"{name}: {_NOT_SET[name]}")
+        # Only a request that is read to its end, and for which the model is asked, is sure to be
+        # taken the next time. It is left when its answer begins.
+        body = {
+            **self.parameters,
+            name: value,
+            "model": self.model,
+            "messages": [{"role": "user", "content": "?"}],
+        }
+        with self._client.chat(body) as stream:
+            paths = stream.ignored.split(", ")
+        if ignored := [path for path in paths if path.partition(".")[0] == name]:
+            raise RequestFailed(f"{self.model} ignores {', '.join(ignored)}{self._near(name)}")
         self.parameters[name] = value
+
+    def _near(self, name: str) -> str:
+        """The field that a misspelt one may mean, as the end of a sentence."""
+        described = self._client.get("/openapi.json")["components"]["schemas"]
+        fields = described["ChatRequest"]["properties"]
+        return "" if name in fields else did_you_mean(name.lower(), fields)
 
     def choose(self, name: str) -> str:
         """Take another model, and return a line about it. Raises RequestFailed."""

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+import mlxsrv
 from mlxsrv.settings import Settings
 from mlxsrv.terminal.client import RequestFailed, ServerClient
 from mlxsrv.terminal.processes import ListeningProcess, listening_process
@@ -145,18 +146,22 @@ def test_a_chat_on_a_terminal(demo: Server) -> None:
             ("/set", "Nothing is set"),
             ("/set temperature 1", "temperature = 1"),
             ("/set temperature", "Nothing is set"),
-            ("/set temprature 1", "temprature = 1"),
-            ("hi", "the server ignores: temprature"),
-            ("/set max_tokens 2", "max_tokens = 2"),
+            ("/set temprature 1", "demo ignores temprature; did you mean temperature?"),
+            ("/set TEMPERATURE 1", "did you mean temperature?"),
+            ("/set reasoning_effort low", "demo ignores reasoning_effort\r"),
+            ("/set n 3", "n: the chat shows one answer"),
+            ("/set max_tokens 0", "max_tokens: expected a whole number of at least 1"),
+            ("/set", "Nothing is set"),
+            ("/set max_tokens=2", "max_tokens = 2"),
             ("hi", "cut off at the most tokens"),
             ("/clear", "begins anew"),
-            ("/help", "/exit    End the chat."),
+            ("/?", "/exit    End the chat"),
         ):
             assert told in chat.answer(line), line
         chat.write('"""Who are\nyou?"""\n')
         chat.until("... ")
         chat.until("\n>>> ")
-        chat.write("\x04")
+        chat.write("quit\n")
         assert chat.status() == 0
 
 
@@ -185,6 +190,7 @@ class EndlessAnswer(BaseHTTPRequestHandler):
         choice = {"delta": {"content": "and so on "}, "finish_reason": None}
         piece = f"data: {json.dumps({'choices': [choice]})}\n\n".encode()
         with suppress(ConnectionError):
+            self.wfile.write(piece)
             while not self.gone.wait(0.01):
                 self.wfile.write(piece)
         self.gone.set()
@@ -214,6 +220,24 @@ def test_ctrl_c_stops_the_answer_and_then_the_chat() -> None:
             server.shutdown()
 
 
+class BrokenAnswer(EndlessAnswer):
+    """One whose answer breaks off after its first piece."""
+
+    gone = threading.Event()
+    gone.set()
+
+
+def test_an_answer_that_breaks_off_ends_its_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe("Go on.", monkeypatch)
+    with ThreadingHTTPServer(("127.0.0.1", 0), BrokenAnswer) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            done = run("chat", "--url", f"http://127.0.0.1:{server.server_port}")
+        finally:
+            server.shutdown()
+    assert done == (1, "and so on \n", "mlxsrv: the answer broke off: the server has gone\n")
+
+
 def test_a_question_from_a_pipe_has_one_answer(
     demo: Server, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,6 +259,9 @@ def test_a_question_from_a_pipe_has_one_answer(
         (["nobody", "--url", demo.url], "hi", "'nobody' is not served here"),
         (["--url", "http://127.0.0.1:9"], "hi", "no server runs at http://127.0.0.1:9"),
         ([], " \n", "nothing to answer"),
+        (["Who are you?", "--port", "0"], "hi", "no folder 'Who are you?', and it is no ORG/NAME"),
+        (["Who are you?", "--port", "0"], "hi", "a question comes through a pipe"),
+        (["Who", "are", "you?"], "hi", "'are' is one argument too many; a question comes through"),
     ):
         pipe(text, monkeypatch)
         done = run("chat", *arguments)
@@ -282,7 +309,9 @@ def test_a_server_that_a_command_starts_ends_with_it(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flags = {"model": ["demo"], "hf_cache": False}
-    with running_server(Settings(port=0), flags, url=None, model="demo") as (client, name):
+    path = str(Path(mlxsrv.__file__).parent / "models" / "demo")
+    with running_server(Settings(port=0), flags, url=None, model=path) as (client, name):
+        assert name == "demo"
         assert client.model(name)["state"] == "loaded"
         process = listening_process(urlsplit(client.url).port or 0)
         assert process is not None
