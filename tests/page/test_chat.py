@@ -235,3 +235,4 @@ def test_an_error_of_the_server_is_told_in_words(page: Any, url: str) -> None:
     ask(page, QUESTION)
     told = answers(page).locator(".end")
     expect(told).to_have_text("Temperature: expected a number of at most 2")
+    expect(answers(page).get_by_role("button", name="Try again")).to_be_hidden()

@@ -17,6 +17,7 @@ export function emptyAnswer() {
 		/** @type {string | null} "stop", "length", "tool_calls", "stopped" (by the user), "error" */
 		finish: null,
 		error: "",
+		refused: false, // as it would be again
 		model: "", // the name that the server gave it
 		/** @type {any} */ usage: null, // or as the API tells it
 		firstToken: null, // or milliseconds from the request to the first token
@@ -47,6 +48,7 @@ export async function generate(api, body, signal, changed, answer = emptyAnswer(
 	} catch (error) {
 		answer.finish = signal.aborted ? "stopped" : "error";
 		if (!signal.aborted) answer.error = error.message;
+		answer.refused = error.status === 400;
 	}
 	clearInterval(clock);
 	changed(answer);

@@ -155,7 +155,7 @@ class ReplyView extends MessageView {
 		this.answer.update(answer, this.chat.conversation.settings.logprobs);
 		this.waiting.hidden = !running || answer.firstToken !== null;
 		if (!this.waiting.hidden) this.waiting.textContent = this.waitsFor();
-		this.retry.hidden = answer.error === "";
+		this.retry.hidden = answer.error === "" || answer.refused;
 		this.element.classList.toggle("running", running);
 		this.element.ariaBusy = String(running);
 		this.drawForm();
