@@ -76,7 +76,7 @@ def server(folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     models = [f"t={folders.plain}", f"thinking={folders.thinking}", f"org/name={folders.other}"]
     models += [f"endless={folders.endless}"]
     arguments = [argument for model in models for argument in ("--model", model)]
-    with serving(tmp_path_factory.mktemp("server"), *arguments, cold=True) as server:
+    with serving(tmp_path_factory.mktemp("server"), *arguments) as server:
         yield server
 
 

@@ -50,10 +50,14 @@ def environment() -> dict[str, str]:
     return own | {"HF_HUB_CACHE": "/nonexistent"}
 
 
+_ENVIRONMENT = environment()
+"""As it was when this was imported, before any test has changed it."""
+
+
 @cache
 def _warm_start() -> WarmStart:
     """Return the only one of this process."""
-    return WarmStart(environment())
+    return WarmStart(_ENVIRONMENT)
 
 
 class Server:
@@ -141,7 +145,7 @@ def serving(
     own = {**environment(), **variables}
     with (folder / "log").open("wb") as stderr:
         process: Process
-        if cold or descriptors or sys.platform != "linux" or own != _warm_start().environment:
+        if cold or descriptors or sys.platform != "linux" or own != _ENVIRONMENT:
             limit = f"ulimit -n {descriptors} &&" if descriptors else ""
             shell = ["sh", "-c", f'{limit} exec "$@"', "sh"]
             command = [*shell, sys.executable, "-m", module, *options]
