@@ -22,7 +22,7 @@ __all__ = ["client", "folders", "model_folder", "narrow", "near_sandbox", "run",
 # by the same examples each time; only long runs look for others.
 settings.register_profile(
     "mlxsrv",
-    max_examples=examples(100),
+    max_examples=examples(80),
     deadline=None,
     derandomize=EFFORT != "long",
     suppress_health_check=[HealthCheck.too_slow],
