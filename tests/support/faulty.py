@@ -55,6 +55,9 @@ class Gate:
 
     def __init__(self) -> None:
         self._open = threading.Semaphore(0)
+        # A library may have started threads before, which do not block it. One that gets it would
+        # end the process, but for this handler, which runs on the main thread as soon as it can.
+        signal.signal(RELEASE, lambda *_: self._open.release())
         # Blocked here, and so in all threads that are started from here on: the one below gets it.
         signal.pthread_sigmask(signal.SIG_BLOCK, {RELEASE})
         threading.Thread(target=self._listen, daemon=True).start()
