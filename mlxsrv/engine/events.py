@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -156,11 +156,20 @@ class KVCost(msgspec.Struct, frozen=True):
     fixed: int = 0
     first: int = 0
 
-    def bytes(self, tokens: int) -> int:
-        """The bytes for a row of so many tokens."""
-        most = self.window or self.first
+    def bytes(self, tokens: int, slice: int = 0) -> int:
+        """The bytes for a row of so many tokens. While its text is read, layers with a window keep
+        a `slice` more."""
+        most = self.window + slice if self.window else self.first
         held = min(tokens, most) if most else tokens
         return self.fixed + self.per_token * held
+
+
+def kv_bytes(costs: Iterable[KVCost], tokens: int, slice: int = 0) -> int:
+    """The bytes of a KV cache of so many tokens, all layers together; see `KVCost.bytes`."""
+    taken = 0
+    for cost in costs:
+        taken += cost.bytes(tokens, slice)
+    return taken
 
 
 class Loaded(msgspec.Struct, frozen=True):
@@ -187,10 +196,6 @@ class Loaded(msgspec.Struct, frozen=True):
     vectors: tuple[str, ...] = ()
     kv_costs: tuple[KVCost, ...] = ()
     draft_costs: tuple[KVCost, ...] = ()
-
-    def kv_bytes(self, tokens: int) -> int:
-        """Bytes of the KV cache of a row with so many tokens."""
-        return sum(cost.bytes(tokens) for cost in self.kv_costs)
 
 
 class Attached(msgspec.Struct, frozen=True):

@@ -9,7 +9,15 @@ from typing import Any, Literal
 
 import msgspec
 
-from mlxsrv.engine.events import Activations, Attached, KVCost, Likelihood, Loaded, PromptScored
+from mlxsrv.engine.events import (
+    Activations,
+    Attached,
+    KVCost,
+    Likelihood,
+    Loaded,
+    PromptScored,
+    kv_bytes,
+)
 from mlxsrv.generation.outputs import Vectors
 
 
@@ -191,10 +199,7 @@ class TextFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     def kv_bytes(self, tokens: int) -> int:
         """Bytes of the KV cache of a row with so many tokens."""
-        taken = 0
-        for cost in self.kv_costs:
-            taken += cost.bytes(tokens)
-        return taken
+        return kv_bytes(self.kv_costs, tokens)
 
 
 class EmbedFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from mlxsrv.engine.events import Attached, Loaded, Report
+from mlxsrv.engine.events import Attached, Loaded, Report, kv_bytes
 from mlxsrv.engine.orders import Attach, Embed, GetMemory, ImportModelCode, Load, MakeReport
 from mlxsrv.engine.outcomes import (
     AttachStep,
@@ -103,7 +103,7 @@ class FakeTexts:
             self._peak += self._measure(text.end)
 
     def _measure(self, tokens: int) -> int:
-        cache = sum(cost.bytes(tokens) for cost in self._facts.kv_costs)
+        cache = kv_bytes(self._facts.kv_costs, tokens)
         return cache + self._facts.hidden_bytes * tokens
 
     def take_peak(self) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from mlxsrv.engine.events import Activations, Likelihood, PromptScored
+from mlxsrv.engine.events import Activations, Likelihood, PromptScored, kv_bytes
 from mlxsrv.engine.outcomes import (
     Admitted,
     Decoded,
@@ -469,7 +469,7 @@ class FakeSteps:
     def draft_bytes(self) -> int:
         """Bytes of the draft's KV cache."""
         room = -(-self._draft_room // STEP) * STEP
-        return sum(cost.bytes(room) for cost in self._facts.draft_costs)
+        return kv_bytes(self._facts.draft_costs, room)
 
     def run(self, work: Decode, decoder: FakeDecoder) -> Decoded:
         """One step of a decoder."""

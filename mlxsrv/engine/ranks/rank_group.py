@@ -18,7 +18,7 @@ import mlx_lm.models
 import msgspec
 import numpy as np
 
-from mlxsrv.engine.events import KVCost
+from mlxsrv.engine.events import KVCost, kv_bytes
 
 _TOKENS = 4096  # of a row, to compare costs by
 
@@ -93,7 +93,7 @@ class RankGroup:
             msgspec.msgpack.decode(each, type=tuple[KVCost, ...])
             for each in self.exchange(msgspec.msgpack.encode(own))
         ]
-        return max(every, key=lambda costs: sum(cost.bytes(_TOKENS) for cost in costs))
+        return max(every, key=lambda costs: kv_bytes(costs, _TOKENS))
 
     def require_alike(self, what: str, text: str) -> None:
         """Raise ValueError on all ranks, unless all have the same text.

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mlxsrv.engine.events import Shortage
+from mlxsrv.engine.events import Shortage, kv_bytes
 from mlxsrv.engine.outcomes import EmbedFacts
-from mlxsrv.engine.scheduling.row_memory import measure_cache
+from mlxsrv.engine.scheduling.groups import GROWTH
 from mlxsrv.engine.scheduling.text_queue import QueuedText, TextQueue
 
 _POOLING = 7
@@ -91,7 +91,7 @@ class EmbedMemory:
         if not self._facts.slices:
             return self._facts.pass_bytes(tokens, tokens)
         hidden = self._facts.hidden_bytes * tokens
-        cache = measure_cache(self._facts.kv_costs, tokens, self._slice)
+        cache = kv_bytes(self._facts.kv_costs, tokens + GROWTH, self._slice + GROWTH)
         return hidden + max(cache, _POOLING * hidden)
 
     def fit_pass(self, tokens: int, longest: int, free: int) -> int:

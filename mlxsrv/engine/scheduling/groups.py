@@ -27,6 +27,9 @@ from mlxsrv.engine.plans import RowGroup
 from mlxsrv.engine.scheduling.row import Row
 
 STEP = 256  # columns
+GROWTH = STEP - 1
+"""Tokens that the KV cache of a text has too many at most: mlx-lm's grows by STEP, from whatever
+it has."""
 _LENGTH = attrgetter("length")
 _FEW, _MORE = 8, 4  # slots double up to so many; then they grow by so many
 

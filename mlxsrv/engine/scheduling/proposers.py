@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from mlxsrv.engine.events import KVCost
+from mlxsrv.engine.events import KVCost, kv_bytes
 from mlxsrv.engine.outcomes import TextFacts
 from mlxsrv.engine.plans import Proposal
-from mlxsrv.engine.scheduling.groups import STEP
+from mlxsrv.engine.scheduling.groups import GROWTH
 from mlxsrv.engine.scheduling.prompt_index import common_prefix
 from mlxsrv.engine.scheduling.prompt_lookup import AT_ONCE, PromptLookup
 from mlxsrv.engine.scheduling.row import Row
@@ -133,8 +133,7 @@ class DraftModel(Proposer):
         return bytes
 
     def _measure(self, tokens: int) -> int:
-        # mlx-lm's KV cache grows by STEP, from whatever it has.
-        return sum(cost.bytes(tokens + STEP - 1) for cost in self._costs) if tokens else 0
+        return kv_bytes(self._costs, tokens + GROWTH) if tokens else 0
 
 
 class Lookup(Proposer):

@@ -14,13 +14,13 @@ is in memory twice. It is not counted here, but as memory that a step needs for 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
-from mlxsrv.engine.events import KVCost
+from mlxsrv.engine.events import kv_bytes
 from mlxsrv.engine.outcomes import TextFacts
-from mlxsrv.engine.scheduling.groups import STEP, GroupArrays, Growth
+from mlxsrv.engine.scheduling.groups import GROWTH, GroupArrays, Growth
 from mlxsrv.engine.scheduling.prompt_queue import same_prompt
 from mlxsrv.engine.scheduling.reading import Reading
 from mlxsrv.engine.scheduling.recovery import choose_room
@@ -245,7 +245,7 @@ class RowMemory:
 
     def measure(self, tokens: int) -> int:
         """Bytes of the KV cache of one row with so many tokens, at most."""
-        return measure_cache(self._facts.kv_costs, tokens, self._slice)
+        return kv_bytes(self._facts.kv_costs, tokens + GROWTH, self._slice + GROWTH)
 
     def counters(self) -> dict[str, int]:
         """In numbers, as `/health` lists them."""
@@ -297,20 +297,3 @@ class RowMemory:
         if room is None or row is not self._recovery.solo:
             room = choose_room(row)
         return self._facts.kv_bytes(room.columns)
-
-
-def measure_cache(costs: Iterable[KVCost], tokens: int, slice: int) -> int:
-    """Bytes of the KV cache of a text of so many tokens, at most: mlx-lm's grows by STEP, from
-    whatever it has, and one with a window keeps a slice more while the text is read.
-
-    Args:
-        costs: of the model's layers.
-        tokens: of the text.
-        slice: the most tokens of a slice.
-    """
-    room = tokens + STEP - 1
-    total = 0
-    for cost in costs:
-        most = cost.window + slice if cost.window else cost.first or room
-        total += cost.fixed + cost.per_token * min(room, most)
-    return total

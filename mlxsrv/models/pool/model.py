@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import anyio
 import msgspec
 
-from mlxsrv.engine.events import Loaded
+from mlxsrv.engine.events import Loaded, kv_bytes
 from mlxsrv.engine.orders import Attach
 from mlxsrv.formats.sae_files import SAEFile
 from mlxsrv.generation.status import ByteProgress
@@ -199,7 +199,7 @@ class Model:
         """Bytes that a short row takes, which has its own KV cache until it has joined others; an
         estimate until the model is loaded."""
         if self.loaded is not None:
-            return 2 * self.loaded.kv_bytes(2 * SHORT_ROW)  # it has room to grow
+            return 2 * kv_bytes(self.loaded.kv_costs, 2 * SHORT_ROW)  # it has room to grow
         return 0 if self.files is None else self.files.short_row
 
     @property

@@ -12,6 +12,7 @@ from mlx_lm.models.switch_layers import SwitchLinear
 
 from mlxsrv.engine.cache.kv_caches import KVCacheFactory
 from mlxsrv.engine.cache.kv_costs import find_costs
+from mlxsrv.engine.events import kv_bytes
 from mlxsrv.engine.execution.batch_check import check_batching
 from tests.support.architectures import make_model
 
@@ -68,7 +69,7 @@ def test_a_trial_stops_between_passes_and_takes_little_memory_beside_the_weights
     passes = [model.count for _ in check_batching(model, caches)]
     assert all(later == earlier + 1 for earlier, later in pairwise(passes)), passes
     # Less than two of the steps by which mlx-lm's KV caches grow, whatever the number of texts.
-    step = sum(cost.bytes(256) for cost in find_costs(model))
+    step = kv_bytes(find_costs(model), 256)
     assert mx.get_peak_memory() - before < 2 * step
 
 

@@ -14,6 +14,7 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from mlx_lm.utils import load_model
 
 from mlxsrv.engine.cache.kv_caches import KVCacheFactory, choose_kv_caches
+from mlxsrv.engine.events import kv_bytes
 from mlxsrv.engine.execution.facts import weights
 from mlxsrv.engine.loading import device_memory
 from mlxsrv.engine.loading.device_memory import working_memory
@@ -137,7 +138,8 @@ def test_what_a_row_costs_is_known_with_the_model(model_folder: ModelFolder) -> 
     costs = {cost.window: cost.per_token for cost in resident.loaded.kv_costs}
     one = 2 * 2 * 16 * 4  # keys and values, heads, numbers of a head, bytes
     assert costs == {0: one, 16: 2 * one}
-    assert resident.loaded.kv_bytes(100) == resident.text.facts.kv_bytes(100) == (100 + 32) * one
+    assert resident.loaded.kv_costs == resident.text.facts.kv_costs
+    assert kv_bytes(resident.loaded.kv_costs, 100) == (100 + 32) * one
 
 
 # Unloading.
@@ -232,7 +234,8 @@ def test_a_text_that_ends_before_the_start_is_not_touched(
     resident = load(wide(family), kv_bits=2, quantized_kv_start=start)
     assert resident.loaded.notes == ()
     assert generate(resident, PROMPT) == plain
-    assert resident.loaded.kv_bytes(start) == unbound.loaded.kv_bytes(start)
+    quantized, plainly = resident.loaded.kv_costs, unbound.loaded.kv_costs
+    assert kv_bytes(quantized, start) == kv_bytes(plainly, start)
     assert generate(load(wide(family), kv_bits=2), PROMPT) != plain
 
 
