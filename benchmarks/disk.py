@@ -30,7 +30,7 @@ import numpy as np
 
 from benchmarks.report import describe_machine, format_machine
 from benchmarks.servers import Running, exit_on_sigterm, ours, serve
-from mlxsrv.engine.storage.prompt_store import Abandoned, HandedCache, PromptStore
+from mlxsrv.engine.storage.prompt_store import HandedCache, PromptStore, Transfer
 from mlxsrv.engine.storage.store_folder import StoreFolder
 from tests.support.tiny import write_model
 
@@ -64,19 +64,19 @@ def main() -> None:
 
 
 def _report_writing(disk: Path) -> None:
-    folder = StoreFolder(disk, 1 << 40)
-    store = PromptStore(folder, folder.open("0" * 32), "0" * 32, cuts=True)
+    store = PromptStore(StoreFolder(disk, 1 << 40), "0" * 32, cuts=True)
     dice = np.random.default_rng(0)
-    arrays = tuple(dice.random((1, 4, 2048, 64), np.float32) for _ in range(24))
+    names = [f"{layer}.{part}" for layer in range(12) for part in range(2)]
+    arrays = {name: dice.random((1, 4, 2048, 64), np.float32) for name in names}
     text = np.arange(2048, dtype=np.uint32)
-    handed = HandedCache(arrays, ("float32",) * len(arrays))
+    handed = HandedCache(arrays, dict.fromkeys(names, 0), None)
     pieces: list[float] = []
     before = time.thread_time()
-    for _ in store.write(text, handed, Abandoned(), lambda _: None):
+    for _ in store.write(text, Transfer(handed=handed)):
         now = time.thread_time()
         pieces.append(now - before)
         before = now
-    gigabytes = sum(array.nbytes for array in arrays) / 1e9
+    gigabytes = sum(array.nbytes for array in arrays.values()) / 1e9
     print(f"a write: {sum(pieces) / gigabytes:.2f} s of a processor for a gigabyte, ", end="")
     print(f"in pieces of at most {1000 * max(pieces):.2f} ms")
 

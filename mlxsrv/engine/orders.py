@@ -206,14 +206,13 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
 
 
 class Written(msgspec.Struct, frozen=True, tag=True):
-    """The cached prompt `entry` is stored, or cannot be. So many `files`, of so many bytes, were
-    written for it; other files were there. `full`: the disk takes no more for now. The model has
-    `held_files` now, of `held_bytes`."""
+    """The cached prompt `entry` is stored, or cannot be. So many `files` were written for it; other
+    files were there. `full`: the disk takes no more for now. The model has `held_files` now, of
+    `held_bytes`."""
 
     model: int
     entry: int
     files: int = 0
-    bytes: int = 0
     full: bool = False
     held_files: int = 0
     held_bytes: int = 0

@@ -186,7 +186,7 @@ async def main():
     def receive(event):
         if isinstance(event, Token):
             drawn.set()
-    client.submit(Job(1, "m", tuple(range(5, 105)), 10**9, frozenset(), Sampling()), receive)
+    client.submit(Job(1, "m", tuple(range(5, 205)), 10**9, frozenset(), Sampling()), receive)
     await asyncio.wait_for(drawn.wait(), 20)
     held = threading.Event()
     inbox = DeviceThread.shared()._inbox
@@ -213,4 +213,4 @@ def test_a_process_that_ends_at_work_stores_what_was_read(
         check=True,
         timeout=60,
     )
-    assert [*tmp_path.glob("*/*.mlxkv")]
+    assert [*tmp_path.glob("*/*.safetensors")]

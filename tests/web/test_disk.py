@@ -56,7 +56,7 @@ def test_a_chat_goes_on_after_a_restart(folders: Folders, tmp_path: Path) -> Non
         assert told["prompt_cache_disk_hit_tokens"] == cached(warm)
         assert told["prompt_cache_disk_files"] >= 2
         assert told["prompt_cache_disk_bytes"] == sum(
-            file.stat().st_size for file in disk.rglob("*.mlxkv")
+            file.stat().st_size for file in disk.rglob("*.safetensors")
         )
         text = client.get("/metrics").text
         for name in ("bytes", "files", "hits_total", "hit_tokens_total", "writes_total"):
@@ -64,7 +64,7 @@ def test_a_chat_goes_on_after_a_restart(folders: Folders, tmp_path: Path) -> Non
     with serving(tmp_path, "--model", f"t={folders.plain}") as server, server.client() as client:
         cold = ask(client, chat(messages=turns, max_tokens=8, temperature=0))
     assert cached(cold) == 0
-    assert cached(warm) > 0.9 * warm["usage"]["prompt_tokens"]
+    assert cached(warm) > 0.8 * warm["usage"]["prompt_tokens"]
     assert answer(warm) == answer(cold)
 
 
@@ -103,7 +103,7 @@ def test_after_sigkill_the_folder_is_of_use(
         asking = threading.Thread(target=ask_on)
         asking.start()
         before = numbers(client)["prompt_cache_disk_files"]
-        wait_for(lambda: len([*disk.rglob("*.mlxkv*")]) > before + 2, why="more is written")
+        wait_for(lambda: len([*disk.rglob("*.safetensors*")]) > before + 2, why="more is written")
         time.sleep(seconds)  # another moment of a write
         server.signal(signal.SIGKILL)
         asking.join(PATIENCE)

@@ -7,6 +7,7 @@ Used on the device thread only.
 from __future__ import annotations
 
 from collections.abc import Generator
+from concurrent.futures import wait
 
 import numpy as np
 
@@ -17,9 +18,9 @@ from mlxsrv.engine.faults import note
 from mlxsrv.engine.live_row import LiveRow
 from mlxsrv.engine.orders import Job, Load
 from mlxsrv.engine.outcomes import StoreFacts
+from mlxsrv.engine.storage.node_file import Text
 from mlxsrv.engine.storage.prompt_store import PromptStore
 from mlxsrv.engine.storage.storage import Storage
-from mlxsrv.engine.storage.stored_names import Text
 
 _OPENING_SECONDS = 10.0  # that a load waits for the folder, at most
 _WAIT_SECONDS = 0.005  # of it in one slice, so that streams of other models go on
@@ -71,7 +72,7 @@ class StoredPrompts:
         if text is None:
             return False
         try:
-            handed, arrays = share(cache, cuts=self._caches.cuts)
+            handed, arrays = share(cache)
         except Exception as error:
             note(error, "a prompt cannot be stored")
             return False
@@ -102,10 +103,10 @@ class StoredPrompts:
         """
         builder = self._builders.pop(entry, None)
         if builder is None:
-            fetched = self._storage.pop_fetched((self._model, entry))
-            if fetched is None:
+            nodes = self._storage.pop_fetched((self._model, entry))
+            if not nodes:
                 return True, None
-            builder = CacheBuilder(self._caches, fetched, cuts=self._caches.cuts)
+            builder = CacheBuilder(self._caches, nodes)
         builder.go_on(limit)
         if not builder.done:
             self._builders[entry] = builder
@@ -138,11 +139,11 @@ def open_stored(
     if unknown:
         why = f"KV caches of this model's own kind ({', '.join(unknown)}) cannot be stored"
         return None, (f"prompt_cache_dir: {why}",)
-    opening = storage.open(order, describe_kind(caches), cuts=caches.cuts)
+    opened = storage.open(order, describe_kind(caches), cuts=caches.cuts)
     for _ in range(round(_OPENING_SECONDS / _WAIT_SECONDS)):
-        if opening.done.wait(_WAIT_SECONDS):
+        if wait([opened], _WAIT_SECONDS).done:
             break
         yield
-    if opening.store is None:
+    if not opened.done() or (store := opened.result()) is None:
         return None, ("prompt_cache_dir: it cannot be used, so prompts are not stored",)
-    return StoredPrompts(storage, model, opening.store, caches), ()
+    return StoredPrompts(storage, model, store, caches), ()

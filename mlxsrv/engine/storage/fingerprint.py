@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from mlxsrv.engine.storage.stored_file import VERSION
+from mlxsrv.engine.storage.node_file import VERSION
 
 _WHOLE = 1024 * 1024
 """Bytes of the beginning that are taken, and so the size of files that are taken whole."""

@@ -1,30 +1,23 @@
 """All stored prompts of the process: the stores of its models, and what is under way.
 
-Used on the device thread only. What the storage thread has done comes back as an order, through the
-queue that all orders come through, so that a record has it.
+Used on the device thread only, but for the tasks, which the storage thread does. What it has done
+comes back as an order, through the queue that all orders come through, so that a record has it.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from mlxsrv.engine.orders import Fetched, Load, Written
 from mlxsrv.engine.storage.fingerprint import make_fingerprint
-from mlxsrv.engine.storage.prompt_store import (
-    Abandoned,
-    FetchedCache,
-    HandedCache,
-    PromptStore,
-    StoreCounts,
-)
+from mlxsrv.engine.storage.node_file import StoredNode, Text
+from mlxsrv.engine.storage.prompt_store import HandedCache, PromptStore, StoreCounts, Transfer
 from mlxsrv.engine.storage.storage_thread import StorageThread
 from mlxsrv.engine.storage.store_folder import StoreFolder
-from mlxsrv.engine.storage.stored_names import Text
 from mlxsrv.logs import log
 
 _log = logging.getLogger("mlxsrv.engine")
@@ -33,33 +26,6 @@ _FLUSH_SECONDS = 5.0  # that writes may take at the end of a model, or of the pr
 
 PromptKey = tuple[int, int]
 """A model's number, and that of the entry of a cached prompt."""
-
-
-class _Read:
-    """A read under way. `cache` and `over` are set by the storage thread before it posts the
-    order."""
-
-    def __init__(self, deadline: float) -> None:
-        self.deadline = deadline
-        self.abandoned = Abandoned()
-        self.cache: FetchedCache | None = None
-        self.over = False
-
-
-class Opening:
-    """A store that is being opened, by the storage thread. `store` is None once it is `done` if it
-    cannot be used; the log says why."""
-
-    def __init__(self) -> None:
-        self.done = threading.Event()
-        self.store: PromptStore | None = None
-
-
-class _Handed(NamedTuple):
-    """The arrays of MLX's that must live until a write is over. Nothing here looks into them."""
-
-    arrays: Any
-    abandoned: Abandoned
 
 
 class Storage:
@@ -73,16 +39,17 @@ class Storage:
         self._post = post
         self._thread = StorageThread()
         self._folders: dict[str, StoreFolder] = {}
-        self._reads: dict[PromptKey, _Read] = {}
-        self._given_up: list[_Read] = []  # that the storage thread may still be at
-        self._fetched: dict[PromptKey, FetchedCache] = {}
+        self._reads: dict[PromptKey, Transfer] = {}
+        self._given_up: list[Transfer] = []  # that the storage thread may still be at
+        self._fetched: dict[PromptKey, list[StoredNode]] = {}
         # In the order of writes. The numbers of a model's entries may begin anew meanwhile.
-        self._handed: dict[PromptKey, list[_Handed]] = {}
+        self._writes: dict[PromptKey, list[Transfer]] = {}
 
     # Stores.
 
-    def open(self, order: Load, kind: str, *, cuts: bool) -> Opening:
-        """Begin to open the store of a model that is being loaded.
+    def open(self, order: Load, kind: str, *, cuts: bool) -> Future[PromptStore | None]:
+        """Begin to open the store of a model that is being loaded. It is None if it cannot be used;
+        the log says why.
 
         Args:
             order: the load's; it names the directory.
@@ -93,14 +60,14 @@ class Storage:
         path = str(Path(order.prompt_cache_dir).expanduser().absolute())
         if path not in self._folders:
             self._folders[path] = StoreFolder(Path(path), order.prompt_cache_disk_bytes)
-        opening = Opening()
-        self._thread.add_read(_open(opening, self._folders[path], order, kind, cuts=cuts))
-        return opening
+        opened: Future[PromptStore | None] = Future()
+        self._thread.add_read(_open(opened, self._folders[path], order, kind, cuts=cuts))
+        return opened
 
     # Writing.
 
     def write(
-        self, store: PromptStore, key: PromptKey, text: Text, cache: HandedCache, arrays: object
+        self, store: PromptStore, key: PromptKey, text: Text, handed: HandedCache, arrays: object
     ) -> None:
         """Have a KV cache stored; the order Written reports the end.
 
@@ -108,26 +75,25 @@ class Storage:
             store: the model's.
             key: of the cached prompt.
             text: tokens that it has seen.
-            cache: views of `arrays`; the storage thread's from now on.
+            handed: views of `arrays`; the storage thread's from now on.
             arrays: kept until it is over, so that nobody changes them.
         """
-        abandoned = Abandoned()
-        self._handed.setdefault(key, []).append(_Handed(arrays, abandoned))
+        transfer = Transfer(arrays, handed)
+        self._writes.setdefault(key, []).append(transfer)
+        self._thread.add_write(self._write(store, key, text, transfer))
 
-        def report(counts: StoreCounts) -> None:
+    def _write(
+        self, store: PromptStore, key: PromptKey, text: Text, transfer: Transfer
+    ) -> Generator[None, None, None]:
+        counts = StoreCounts()
+        try:
+            counts = yield from store.write(text, transfer)
+        finally:
+            # Before the report: after it the device thread drops the arrays, and must be the last
+            # to.
+            transfer.handed = None
             held = store.held
-            self._post(
-                Written(
-                    *key,
-                    files=counts.files,
-                    bytes=counts.bytes,
-                    full=counts.full,
-                    held_files=len(held.files),
-                    held_bytes=held.bytes,
-                )
-            )
-
-        self._thread.add_write(store.write(text, cache, abandoned, report))
+            self._post(Written(*key, counts.files, counts.full, len(held.files), held.bytes))
 
     # Reading.
 
@@ -139,47 +105,44 @@ class Storage:
         hang, and prompts are not to wait for it in turn.
         """
         self._drop_over()
-        now = time.monotonic()
+        transfer = self._reads[key] = Transfer(until=time.monotonic())
         if self._given_up:
-            self._reads[key] = read = _Read(now)
-            read.over = True
-            return
-        read = self._reads[key] = _Read(now + seconds)
+            transfer.over = True
+        else:
+            transfer.until += seconds
+            self._thread.add_read(self._fetch(store, key, text, transfer))
 
-        def report(cache: FetchedCache | None) -> None:
-            read.cache, read.over = cache, True
-            self._post(Fetched(*key, tokens=0 if cache is None else cache.tokens))
+    def _fetch(
+        self, store: PromptStore, key: PromptKey, text: Text, transfer: Transfer
+    ) -> Generator[None, None, None]:
+        try:
+            transfer.nodes = yield from store.fetch(text, transfer)
+        finally:
+            transfer.over = True
+            self._post(Fetched(*key, tokens=sum(node.tokens.size for node in transfer.nodes)))
 
-        self._thread.add_read(store.fetch(text, read.abandoned, report))
-
-    def pop_fetched(self, key: PromptKey) -> FetchedCache | None:
+    def pop_fetched(self, key: PromptKey) -> list[StoredNode]:
         """Take what was read."""
-        return self._fetched.pop(key, None)
+        return self._fetched.pop(key, [])
 
     @property
     def busy(self) -> bool:
         """Whether the storage thread has yet to report something."""
-        return bool(self._reads or self._handed)
+        return bool(self._reads or self._writes)
 
     @property
     def seconds_left(self) -> float | None:
         """The time that the next read may still take; None if none is under way."""
         if not self._reads:
             return None
-        return min(read.deadline for read in self._reads.values()) - time.monotonic()
+        return min(read.until for read in self._reads.values()) - time.monotonic()
 
     def give_up(self) -> list[Fetched]:
         """Give up reads that have taken too long. Returns the orders that report it."""
-        now = time.monotonic()
-        late = [key for key, read in self._reads.items() if read.deadline <= now]
+        late = [key for key, read in self._reads.items() if read.late]
         for key in late:
-            self._abandon(key)
+            self._given_up.append(self._reads.pop(key))
         return [Fetched(*key, tokens=0) for key in late]
-
-    def _abandon(self, key: PromptKey) -> None:
-        read = self._reads.pop(key)
-        read.abandoned.within(0.0)
-        self._given_up.append(read)
 
     def _drop_over(self) -> None:
         """Drop reads that were given up and are over, with what they have read."""
@@ -189,16 +152,16 @@ class Storage:
         """Take a report of the storage thread. Returns whether anybody waits for it."""
         key = order.model, order.entry
         if isinstance(order, Written):
-            self._handed[key].pop(0)
-            if not self._handed[key]:
-                del self._handed[key]
+            self._writes[key].pop(0)
+            if not self._writes[key]:
+                del self._writes[key]
             return True
         read = self._reads.pop(key, None)
         if read is None:
             self._drop_over()
             return False
-        if read.cache is not None:
-            self._fetched[key] = read.cache
+        if read.nodes:
+            self._fetched[key] = read.nodes
         return True
 
     # The end.
@@ -207,11 +170,12 @@ class Storage:
         """Drop what was read for a model that goes. What is to be written is written at once, for
         some seconds: others want the memory."""
         for key in [key for key in self._reads if key[0] == model]:
-            self._abandon(key)
-        handed = [each for key, many in self._handed.items() if key[0] == model for each in many]
-        for each in handed:
-            each.abandoned.within(_FLUSH_SECONDS)
-        if handed:
+            self._reads[key].until = 0.0
+            self._given_up.append(self._reads.pop(key))
+        writes = [each for key, many in self._writes.items() if key[0] == model for each in many]
+        for each in writes:
+            each.until = time.monotonic() + _FLUSH_SECONDS
+        if writes:
             self._thread.hurry(_FLUSH_SECONDS)
         for key in [key for key in self._fetched if key[0] == model]:
             del self._fetched[key]
@@ -223,23 +187,18 @@ class Storage:
 
 
 def _open(
-    opening: Opening, folder: StoreFolder, order: Load, kind: str, *, cuts: bool
+    opened: Future[PromptStore | None], folder: StoreFolder, order: Load, kind: str, *, cuts: bool
 ) -> Iterator[None]:
+    store = None
     try:
         fingerprint = make_fingerprint(
             order.path, order.adapter, kind, code=order.trust_remote_code
         )
-        held = folder.open(fingerprint)
-        opening.store = PromptStore(folder, held, fingerprint, cuts=cuts)
+        store = PromptStore(folder, fingerprint, cuts=cuts)
         yield
     except OSError as error:
-        log(
-            _log,
-            logging.WARNING,
-            "prompts are not stored",
-            model=order.model,
-            folder=str(folder.path),
-            reason=error.strerror or str(error),
-        )
+        what, reason = "prompts are not stored", error.strerror or str(error)
+        path = str(folder.path)
+        log(_log, logging.WARNING, what, model=order.model, folder=path, reason=reason)
     finally:
-        opening.done.set()
+        opened.set_result(store)

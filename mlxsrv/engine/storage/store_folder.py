@@ -1,6 +1,6 @@
-"""The folder of stored prompts: files by name, their bound, and which of them go.
+"""The folder of stored nodes: files by name, their bound, and which of them go.
 
-    DIR/kv-<fingerprint>/<digest>-<digest before>-<begin>-<end>.mlxkv
+    DIR/kv-<fingerprint>/<digest>-<tokens>.safetensors
 
 Several processes may use one folder, and each may end at any moment:
 
@@ -12,31 +12,37 @@ Several processes may use one folder, and each may end at any moment:
   folder's time of change does not tell: a change of one's own would hide another's.)
 - Files are not forced to the disk. What a loss of power leaves half written has a wrong checksum.
 
-Folders of other names or other users, links, and files without our suffix are never touched.
+Folders of other names or other users, links, and files of other names are never touched.
 
-Used on the storage thread only, but for `holds` and `ends`, which read dictionaries that it changes
-an entry at a time.
+Used on the storage thread only, but for `StoredFiles.files`, which the device thread reads: it is
+changed an entry at a time.
 """
 
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import re
 import stat
 import time
 from collections.abc import Generator, Iterable
 from contextlib import suppress
+from io import BufferedReader
 from itertools import count
 from pathlib import Path
 
 import msgspec
 
-from mlxsrv.engine.storage.stored_names import SUFFIX, StoredName, parse_name
+from mlxsrv.engine.storage.node_file import SUFFIX, NodeName
+from mlxsrv.logs import log
 
-_PREFIX = "kv-"
+_log = logging.getLogger("mlxsrv.engine")
+
 _FOLDER = re.compile(r"kv-[0-9a-f]{32}")
+_FILE = re.compile(rf"[0-9a-f]{{32}}-([0-9]{{1,9}}){re.escape(SUFFIX)}")
 _UNFINISHED = f"{SUFFIX}-unfinished"
+_OLD = "kv-*/*.mlxkv"  # files of older versions
 _SPARE = 50  # of the bound, one part goes beside what has to, so that not every write removes files
 
 
@@ -51,17 +57,14 @@ class StoredFiles:
     """The files of one fingerprint.
 
     Attributes:
-        files: by their names; those of others with our suffix, too.
-        ends: how many files end at each place of a text.
-        children: files by the digest of the tokens before theirs.
+        path: their folder.
+        files: by their names.
         bytes: of all files.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.files: dict[str, _File] = {}
-        self.ends: dict[int, int] = {}
-        self.children: dict[bytes, tuple[StoredName, ...]] = {}
         self.bytes = 0
 
     def put(self, name: str, size: int, used: int) -> None:
@@ -69,27 +72,19 @@ class StoredFiles:
         self.take(name)
         self.files[name] = _File(size, used)
         self.bytes += size
-        if (parsed := parse_name(name)) is not None:
-            self.ends[parsed.end] = self.ends.get(parsed.end, 0) + 1
-            self.children[parsed.parent] = (*self.children.get(parsed.parent, ()), parsed)
 
     def take(self, name: str) -> None:
         """Note that a file is gone."""
-        file = self.files.pop(name, None)
-        if file is None:
-            return
-        self.bytes -= file.size
-        if (parsed := parse_name(name)) is not None:
-            self.ends[parsed.end] -= 1
-            if not self.ends[parsed.end]:
-                del self.ends[parsed.end]
-            left = tuple(each for each in self.children[parsed.parent] if each != parsed)
-            self.children[parsed.parent] = left
-            if not left:
-                del self.children[parsed.parent]
+        if (file := self.files.pop(name, None)) is not None:
+            self.bytes -= file.size
 
-    def holds(self, name: StoredName) -> bool:
+    def holds(self, name: NodeName) -> bool:
         return name.file in self.files
+
+    def list_ends(self, most: int) -> list[int]:
+        """The places of texts, `most` at the highest, at which nodes end."""
+        ends = {int(found[1]) for name in [*self.files] if (found := _FILE.fullmatch(name))}
+        return sorted(end for end in ends if end <= most)
 
 
 class StoreFolder:
@@ -118,7 +113,10 @@ class StoreFolder:
             OSError: the folder cannot be made or read, or belongs to somebody else.
         """
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        held = self._find_files(f"{_PREFIX}{fingerprint}")
+        if not self._stored and (old := len([*self.path.glob(_OLD)])):
+            what = "prompts that an older version has stored are not used; delete *.mlxkv"
+            log(_log, logging.WARNING, what, folder=str(self.path), files=old)
+        held = self._find_files(f"kv-{fingerprint}")
         self._make(held)
         self.refresh()
         self._make_room(0)
@@ -136,12 +134,10 @@ class StoreFolder:
         self.path.mkdir(mode=0o700, exist_ok=True)
         held.path.mkdir(mode=0o700, exist_ok=True)
         found = os.lstat(held.path)
-        if not _is_own_folder(found):
+        if not _is_own(found):
             raise OSError(f"{held.path} belongs to somebody else")
         if stat.S_IMODE(found.st_mode) != 0o700:
             os.chmod(held.path, 0o700)
-
-    # What there is.
 
     def refresh(self) -> None:
         """Look what files there are now: others write and remove them, too.
@@ -150,8 +146,11 @@ class StoreFolder:
         """
         names: set[str] = set()
         with suppress(FileNotFoundError), os.scandir(self.path) as entries:
-            found = [entry for entry in entries if _FOLDER.fullmatch(entry.name)]
-            names = {entry.name for entry in found if _is_own(entry)}
+            for entry in entries:
+                # What a link points to may be of somebody else.
+                with suppress(OSError):
+                    if _FOLDER.fullmatch(entry.name) and _is_own(entry.stat(follow_symlinks=False)):
+                        names.add(entry.name)
         for name in names | self._stored.keys():
             held = self._find_files(name)
             there = _list(held.path) if name in names else {}
@@ -162,12 +161,10 @@ class StoreFolder:
                     status = there[new].stat(follow_symlinks=False)
                     held.put(new, status.st_size, status.st_mtime_ns)
 
-    # Reading.
+    # One file.
 
-    def read(
-        self, held: StoredFiles, name: StoredName, most: int | None = None
-    ) -> bytearray | None:
-        """All bytes of a file, which counts as used now, or the first `most`; None if it is gone.
+    def open_file(self, held: StoredFiles, name: NodeName) -> BufferedReader | None:
+        """Open a file, which counts as used now; None if it is gone.
 
         Raises OSError.
         """
@@ -177,47 +174,31 @@ class StoreFolder:
         except FileNotFoundError:
             held.take(name.file)
             return None
-        try:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                return bytearray()
-            data = bytearray(status.st_size if most is None else min(most, status.st_size))
-            view, place = memoryview(data), 0
-            while place < len(data):
-                got = os.readv(descriptor, [view[place:]])
-                if not got:
-                    break
-                place += got
-        finally:
-            os.close(descriptor)
-        if most is None:
-            self.touch(held, name)
-        return data
+        file = os.fdopen(descriptor, "rb")
+        self.touch(held, name)
+        return file
 
-    def touch(self, held: StoredFiles, name: StoredName) -> None:
+    def touch(self, held: StoredFiles, name: NodeName) -> None:
         """Note that a file was of use just now."""
         now = time.time_ns()
-        known = held.files.get(name.file)
-        if known is not None:
+        if (known := held.files.get(name.file)) is not None:
             known.used = now
         with suppress(OSError):
             os.utime(held.path / name.file, ns=(now, now))
 
-    def remove_damaged(self, held: StoredFiles, name: StoredName) -> None:
+    def remove(self, held: StoredFiles, name: NodeName) -> None:
         """Remove a file that is damaged."""
         held.take(name.file)
         with suppress(OSError):
             os.unlink(held.path / name.file)
 
-    # Writing.
-
     def write(
         self,
         held: StoredFiles,
-        name: StoredName,
+        name: NodeName,
         room: int,
         pieces: Iterable[bytes | memoryview],
-    ) -> Generator[None, None, int]:
+    ) -> Generator[None, None, bool]:
         """Write a file, yielding between pieces.
 
         Args:
@@ -227,7 +208,7 @@ class StoreFolder:
             pieces: its bytes.
 
         Returns:
-            How many bytes it has; 0 if it could never fit, and was not written.
+            Whether it was written: not if it could never fit.
 
         Raises:
             FileNotFoundError: another process has removed the folder or the unfinished file.
@@ -235,7 +216,7 @@ class StoreFolder:
             OSError: it could not be written. Nothing of it is left.
         """
         if room > self.most_bytes:
-            return 0
+            return False
         self.refresh()
         self._make_room(room)
         self._make(held)
@@ -247,8 +228,7 @@ class StoreFolder:
             # fails, and the prompt is not stored this time.
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             for piece in pieces:
-                _write(descriptor, piece)
-                size += len(piece)
+                size += _write(descriptor, piece)
                 yield
             os.rename(path, held.path / name.file)
         except BaseException:
@@ -258,7 +238,9 @@ class StoreFolder:
         finally:
             os.close(descriptor)
         held.put(name.file, size, time.time_ns())
-        return size
+        return True
+
+    # The bound.
 
     def _make_room(self, size: int) -> None:
         """Remove what was not used for longest until there is room for so many bytes more."""
@@ -296,21 +278,15 @@ class StoreFolder:
                 os.rmdir(held.path)
 
 
-def _write(descriptor: int, piece: bytes | memoryview) -> None:
+def _write(descriptor: int, piece: bytes | memoryview) -> int:
     rest = memoryview(piece)
     while rest:
         rest = rest[os.write(descriptor, rest) :]
+    return len(piece)
 
 
-def _is_own(entry: os.DirEntry[str]) -> bool:
-    """Whether it is a folder of this user. What a link points to may be of somebody else."""
-    try:
-        return _is_own_folder(entry.stat(follow_symlinks=False))
-    except OSError:
-        return False
-
-
-def _is_own_folder(status: os.stat_result) -> bool:
+def _is_own(status: os.stat_result) -> bool:
+    """Whether it is a folder of this user."""
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
 
 
@@ -321,7 +297,7 @@ def _list(path: Path) -> dict[str, os.DirEntry[str]]:
         for entry in entries:
             if entry.name.endswith(_UNFINISHED):
                 _remove_abandoned(path / entry.name)
-            elif entry.name.endswith(SUFFIX) and entry.is_file(follow_symlinks=False):
+            elif _FILE.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
                 there[entry.name] = entry
     return there
 

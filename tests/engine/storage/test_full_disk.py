@@ -7,15 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mlxsrv.engine.storage.prompt_store import (
-    Abandoned,
-    FetchedCache,
-    HandedCache,
-    PromptStore,
-    StoreCounts,
-)
+from mlxsrv.engine.storage.node_file import NODE, Text, split
+from mlxsrv.engine.storage.prompt_store import HandedCache, PromptStore, StoreCounts, Transfer
 from mlxsrv.engine.storage.store_folder import StoreFolder
-from mlxsrv.engine.storage.stored_names import CHUNK, Text, split
 from tests.support.stored import full
 
 FINGERPRINT = "0" * 32
@@ -25,7 +19,7 @@ STOPS, GOES_ON = "prompts are not stored for now", "prompts are stored again"
 
 def text(seed: int) -> Text:
     """The tokens of one file."""
-    return np.random.default_rng(seed).integers(0, 500, CHUNK).astype(np.uint32)
+    return np.random.default_rng(seed).integers(0, 500, NODE).astype(np.uint32)
 
 
 class Disk:
@@ -34,24 +28,21 @@ class Disk:
     def __init__(self, path: Path) -> None:
         self.now = 0.0
         self.folder = StoreFolder(path, 1 << 40)
-        self.held = self.folder.open(FINGERPRINT)
-        self.store = PromptStore(
-            self.folder, self.held, FINGERPRINT, cuts=True, clock=lambda: self.now
-        )
+        self.store = PromptStore(self.folder, FINGERPRINT, cuts=True, clock=lambda: self.now)
+        self.held = self.store.held
 
     def write(self, seed: int) -> StoreCounts:
-        cache = HandedCache((np.ones((1, 2, CHUNK, 16), np.float32),), ("float32",))
-        reported: list[StoreCounts] = []
-        for _ in self.store.write(text(seed), cache, Abandoned(), reported.append):
-            pass
-        [counts] = reported
-        return counts
+        handed = HandedCache({"0.0": np.ones((1, 2, NODE, 16), np.float32)}, {"0.0": 0}, None)
+        writing = self.store.write(text(seed), Transfer(handed=handed))
+        while True:
+            try:
+                next(writing)
+            except StopIteration as over:
+                counts: StoreCounts = over.value
+                return counts
 
     def finds(self, seed: int) -> bool:
-        reported: list[FetchedCache | None] = []
-        for _ in self.store.fetch(text(seed), Abandoned(), reported.append):
-            pass
-        return reported != [None]
+        return len([*self.store.fetch(text(seed), Transfer())]) > 0
 
 
 def test_a_full_disk_ends_the_writing_with_one_warning(
@@ -95,9 +86,9 @@ def test_a_full_disk_is_tried_again_when_a_file_was_removed(tmp_path: Path, remo
     with full():
         assert disk.write(2) == FULL
     assert disk.write(2) == FULL
-    [name] = split(text(1))
+    [name] = split(text(1), cuts=True)
     if remover == "this process":
-        disk.folder.remove_damaged(disk.held, name)
+        disk.folder.remove(disk.held, name)
     else:
         (disk.held.path / name.file).unlink()
     assert disk.write(2).files == 1

@@ -6,11 +6,12 @@ import fcntl
 import os
 import shutil
 import time
+from collections.abc import Generator
 from functools import cache
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import mlx.core as mx
 import numpy as np
@@ -21,20 +22,17 @@ from mlxsrv.engine.cache.host_arrays import CacheBuilder, describe_kind, share
 from mlxsrv.engine.cache.kv_caches import KVCacheFactory
 from mlxsrv.engine.cache.row_cache import RowCache
 from mlxsrv.engine.patches.attention import patch_attention
-from mlxsrv.engine.storage.prompt_store import (
-    Abandoned,
-    FetchedCache,
-    PromptStore,
-    StoreCounts,
-)
+from mlxsrv.engine.storage.node_file import NODE, Text, split
+from mlxsrv.engine.storage.prompt_store import PromptStore, StoreCounts, Transfer
 from mlxsrv.engine.storage.store_folder import StoreFolder
-from mlxsrv.engine.storage.stored_names import CHUNK, Text, split
 from tests.support.effort import often
 from tests.support.tiny import FAMILIES, write_model
 
+T = TypeVar("T")
+
 FINGERPRINT = "0" * 32
 PLENTY = 1 << 40
-TOKENS = 2 * CHUNK + 90
+TOKENS = 3 * NODE
 DAMAGES = ("cut", "flipped", "emptied", "foreign", "longer", "header")
 
 
@@ -79,6 +77,21 @@ def following(kind: str, cache: RowCache) -> mx.array:
     return logits
 
 
+def hand_over(cache: RowCache) -> Transfer:
+    shared = share(cache)
+    return Transfer(shared.arrays, shared.cache)
+
+
+def finish(task: Generator[None, None, T]) -> T:
+    """Do a task to its end. Returns what it returns."""
+    while True:
+        try:
+            next(task)
+        except StopIteration as over:
+            result: T = over.value
+            return result
+
+
 class Place:
     """A directory, and the store of one kind of KV cache in it, without a thread."""
 
@@ -93,32 +106,29 @@ class Place:
         self.kind = kind
         self.caches = factory(kind)
         self.folder = StoreFolder(path, most_bytes)
-        self.held = self.folder.open(fingerprint)
-        self.store = PromptStore(self.folder, self.held, fingerprint, cuts=self.caches.cuts)
+        self.store = PromptStore(self.folder, fingerprint, cuts=self.caches.cuts)
+        self.held = self.store.held
 
     def write(self, tokens: Text, cache: RowCache | None = None) -> StoreCounts:
-        shared = share(cache or read(self.kind, tokens), cuts=self.caches.cuts)
-        reported: list[StoreCounts] = []
-        for _ in self.store.write(tokens, shared.cache, Abandoned(), reported.append):
-            pass
-        [counts] = reported
-        return counts
+        return finish(self.begin_write(tokens, cache))
+
+    def begin_write(
+        self, tokens: Text, cache: RowCache | None = None
+    ) -> Generator[None, None, StoreCounts]:
+        return self.store.write(tokens, hand_over(cache or read(self.kind, tokens)))
 
     def fetch(self, tokens: Text) -> RowCache | None:
-        reported: list[FetchedCache | None] = []
-        for _ in self.store.fetch(tokens, Abandoned(), reported.append):
-            pass
-        [fetched] = reported
-        if fetched is None:
+        nodes = finish(self.store.fetch(tokens, Transfer()))
+        if not nodes:
             return None
-        builder = CacheBuilder(self.caches, fetched, cuts=self.caches.cuts)
+        builder = CacheBuilder(self.caches, nodes)
         while not builder.done:
             builder.go_on(1)
         return builder.build()
 
     @property
     def files(self) -> list[Path]:
-        return sorted(self.held.path.glob("*.mlxkv"))
+        return sorted(self.held.path.glob("*.safetensors"))
 
 
 KINDS = [
@@ -136,15 +146,17 @@ KINDS = [
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_prompt_goes_on_as_if_it_had_been_read(tmp_path: Path, kind: str) -> None:
-    tokens = text()
+    tokens = text(TOKENS + 90)
     cache = read(kind, tokens)
     Place(tmp_path, kind).write(tokens, cache)
     again = Place(tmp_path, kind)  # as another process finds the folder
     asked = np.concatenate([tokens, text(40, seed=2)])
-    assert again.store.count_stored(asked) == TOKENS
+    stored = TOKENS if again.caches.cuts else tokens.size
+    assert again.store.count_stored(asked) == stored
     found = again.fetch(asked)
     assert found is not None
-    assert found.tokens == TOKENS
+    assert found.tokens == stored
+    cache.cut(stored)
     assert mx.array_equal(following(kind, found), following(kind, cache)).item()
 
 
@@ -152,7 +164,7 @@ def test_every_family_can_be_stored(tmp_path: Path) -> None:
     for name in FAMILIES:
         if name == "qwen3-46m":
             continue
-        tokens = text(CHUNK + 20)
+        tokens = text(NODE)
         cache = read(name, tokens)
         place = Place(tmp_path / name, name)
         place.write(tokens, cache)
@@ -175,35 +187,59 @@ def test_bfloat16_keeps_its_bits(tmp_path: Path) -> None:
         assert mx.array_equal(one.keys, other.keys[..., :TOKENS, :]).item()
 
 
-def test_texts_share_the_chunks_that_they_begin_with(tmp_path: Path) -> None:
+def test_texts_share_the_nodes_that_they_begin_with(tmp_path: Path) -> None:
     place = Place(tmp_path)
-    one = text()
-    other = np.concatenate([one[: CHUNK + 30], text(CHUNK, seed=3)])
-    assert place.write(one).files == 3
+    one = text(TOKENS + 30)
+    other = np.concatenate([one[: NODE + 30], text(2 * NODE - 30, seed=3)])
+    assert place.write(one).files == 3, "what is behind the last whole node is not stored"
     assert place.write(one).files == 0
-    assert place.write(other).files == 2  # its second chunk and its tail
-    assert place.store.count_stored(other) == other.size
-    assert place.store.count_stored(one[: CHUNK + 100]) == CHUNK
+    assert place.write(other).files == 2
+    assert place.store.count_stored(other) == TOKENS
+    assert place.store.count_stored(one[: NODE + 100]) == NODE
     assert place.store.count_stored(text(seed=9)) == 0
 
 
-def test_another_answer_goes_on_from_the_middle_of_a_file(tmp_path: Path) -> None:
+def test_another_answer_goes_on_from_the_last_node_that_is_shared(tmp_path: Path) -> None:
     place = Place(tmp_path)
     one = text()
     place.write(one)
-    place.write(np.concatenate([one[: 2 * CHUNK + 20], text(60, seed=4)]))
-    for shared in (CHUNK + 100, 2 * CHUNK + 50):
-        other = np.concatenate([one[:shared], text(300, seed=3)])
-        found = place.fetch(other)
-        assert found is not None
-        assert found.tokens == shared
-        expected = read("qwen3", other[:shared])
-        assert mx.allclose(following("qwen3", found), following("qwen3", expected), atol=1e-4)
+    other = np.concatenate([one[: 2 * NODE + 50], text(300, seed=3)])
+    found = place.fetch(other)
+    assert found is not None
+    assert found.tokens == 2 * NODE
+    expected = read("qwen3", other[: found.tokens])
+    assert mx.allclose(following("qwen3", found), following("qwen3", expected), atol=1e-4)
+
+
+def test_a_file_is_safetensors(tmp_path: Path) -> None:
+    """So other programs can look into it."""
+    place = Place(tmp_path)
+    tokens = text(NODE)
+    place.write(tokens)
+    [file] = place.files
+    arrays, metadata = cast(Any, mx.load(str(file), return_metadata=True))
+    assert mx.array_equal(arrays["tokens"], mx.array(tokens)).item()
+    assert mx.array_equal(arrays["0.0"], read("qwen3", tokens).layers[0].keys[..., :NODE, :]).item()
+    assert metadata["fingerprint"] == FINGERPRINT
+
+
+def test_files_of_an_older_version_are_left_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    old = tmp_path / f"kv-{'1' * 32}" / "old.mlxkv"
+    old.parent.mkdir()
+    old.write_bytes(b"0" * 1000)
+    place = Place(tmp_path)
+    place.folder.open("2" * 32)
+    [line] = caplog.records
+    assert line.getMessage().startswith("prompts that an older version has stored are not used")
+    assert place.write(text()).files == 3
+    assert old.exists()
 
 
 def test_a_state_that_cannot_be_cut_serves_texts_that_begin_with_all_of_it(tmp_path: Path) -> None:
     place = Place(tmp_path, "mamba")
-    tokens = text()
+    tokens = text(600)
     place.write(tokens[:300])
     place.write(tokens[:500])
     assert place.store.count_stored(tokens) == 500
@@ -218,12 +254,11 @@ def test_what_is_handed_over_stays_as_it_is(tmp_path: Path) -> None:
     expected = following("qwen3", cache)
     mx.eval(expected)  # so that nothing else refers to the arrays
     place = Place(tmp_path)
-    shared = share(cache, cuts=True)
+    writing = place.begin_write(tokens, cache)
     cache.cut(10)
     model("qwen3")(mx.array(text(300, seed=4)[None]), cache=cache.layers)
     mx.eval(cache.state)
-    for _ in place.store.write(tokens, shared.cache, Abandoned(), lambda counts: None):
-        pass
+    finish(writing)
     found = place.fetch(tokens)
     assert found is not None
     assert mx.array_equal(following("qwen3", found), expected).item()
@@ -255,7 +290,7 @@ def test_another_fingerprint_is_a_miss(tmp_path: Path) -> None:
 def test_tokens_are_compared(tmp_path: Path, kind: str) -> None:
     """A file under the name of another text: the digest alone does not decide."""
     place = Place(tmp_path, kind)
-    one, other = text(CHUNK), text(CHUNK, seed=5)
+    one, other = text(NODE), text(NODE, seed=5)
     place.write(one)
     [first] = place.files
     place.write(other)
@@ -314,23 +349,23 @@ def test_a_folder_that_was_removed_is_made_again(tmp_path: Path) -> None:
     place.write(text())
     shutil.rmtree(place.folder.path)
     assert place.fetch(text()) is None
-    assert place.write(text(CHUNK, seed=2)).files == 1
+    assert place.write(text(NODE, seed=2)).files == 1
     assert place.store.count_stored(text()) == 0, "what was there is forgotten"
-    assert place.fetch(text(CHUNK, seed=2)) is not None
+    assert place.fetch(text(NODE, seed=2)) is not None
     assert place.folder.nbytes == size(tmp_path)
     assert place.folder.path.stat().st_mode & 0o777 == 0o700
 
 
 def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
-    others = [tmp_path / "notes.mlxkv", tmp_path / "photos" / "a.jpg"]
+    others = [tmp_path / "notes.safetensors", tmp_path / "photos" / "a.jpg"]
     place = Place(tmp_path)
-    others.append(place.held.path / "README")
+    others += [place.held.path / name for name in ("README", "mine.safetensors")]
     for path in others:
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"0" * 100_000)
     place.write(text())
     small = Place(tmp_path, most_bytes=1000)
-    assert small.files == []
+    assert small.files == [others[-1]]
     assert all(path.exists() for path in others)
 
 
@@ -339,7 +374,7 @@ def test_what_is_named_as_a_folder_of_ours_is_left_alone(tmp_path: Path, kind: s
     other, named = tmp_path / "other", tmp_path / "prompts" / f"kv-{'1' * 32}"
     other.mkdir()
     named.parent.mkdir()
-    file = other / "a.mlxkv"
+    file = other / "a.safetensors"
     file.write_bytes(b"0" * 1_000_000)
     match kind:
         case "link":
@@ -350,10 +385,10 @@ def test_what_is_named_as_a_folder_of_ours_is_left_alone(tmp_path: Path, kind: s
             if os.geteuid() != 0:
                 pytest.skip("only root can give a folder away")
             os.chown(other.rename(named), 1234, 1234)
-            file = named / "a.mlxkv"
+            file = named / "a.safetensors"
     place = Place(named.parent, most_bytes=500_000)
-    assert place.write(text(CHUNK)).files == 1
-    assert place.fetch(text(CHUNK)) is not None
+    assert place.write(text(NODE)).files == 1
+    assert place.fetch(text(NODE)) is not None
     assert file.exists()
     assert named.exists()
 
@@ -364,10 +399,10 @@ def test_nan_is_not_stored(tmp_path: Path, dtype: mx.Dtype) -> None:
     cache = read("qwen3", tokens)
     for layer in cache.layers:
         layer.keys, layer.values = layer.keys.astype(dtype), layer.values.astype(dtype)
-    cache.layers[1].values[0, 1, CHUNK + 7, 3] = float("nan")
+    cache.layers[1].values[0, 1, NODE + 7, 3] = float("nan")
     place = Place(tmp_path)
     assert place.write(tokens, cache).files == 1
-    assert place.store.count_stored(tokens) == CHUNK
+    assert place.store.count_stored(tokens) == NODE
 
 
 # The bound.
@@ -375,52 +410,50 @@ def test_nan_is_not_stored(tmp_path: Path, dtype: mx.Dtype) -> None:
 
 def test_the_bound_holds_at_the_start_and_while_it_runs(tmp_path: Path) -> None:
     place = Place(tmp_path)
-    texts = [text(CHUNK, seed=seed) for seed in range(12)]
+    texts = [text(NODE, seed=seed) for seed in range(12)]
     long_ago = time.time_ns() - 3600 * 10**9
     for age, tokens in enumerate(texts):
         place.write(tokens)
-        [name] = split(tokens)
+        [name] = split(tokens, cuts=True)
         os.utime(place.held.path / name.file, ns=(long_ago + age, long_ago + age))
     each = place.files[0].stat().st_size
     assert place.fetch(texts[0]) is not None  # used now, so it stays
     small = Place(tmp_path, most_bytes=5 * each)
     assert size(tmp_path) <= 5 * each
-    assert small.store.count_stored(texts[0]) == CHUNK
+    assert small.store.count_stored(texts[0]) == NODE
     assert small.store.count_stored(texts[1]) == 0
     for seed in range(20, 30):
-        small.write(text(CHUNK, seed=seed))
+        small.write(text(NODE, seed=seed))
         assert size(tmp_path) <= 5 * each
-    assert small.store.count_stored(text(CHUNK, seed=29)) == CHUNK
+    assert small.store.count_stored(text(NODE, seed=29)) == NODE
 
 
 def test_the_bound_is_for_all_fingerprints(tmp_path: Path) -> None:
     old = Place(tmp_path, fingerprint="1" * 32)
     for seed in range(4):
-        old.write(text(CHUNK, seed=seed))
+        old.write(text(NODE, seed=seed))
     each = old.files[0].stat().st_size
     new = Place(tmp_path, most_bytes=4 * each + each // 2, fingerprint="2" * 32)
     for seed in range(8):
-        new.write(text(CHUNK, seed=seed))
+        new.write(text(NODE, seed=seed))
         assert size(tmp_path) <= 4 * each + each // 2
     assert not old.held.path.exists()
 
 
 def test_the_bound_holds_for_two_that_write_by_turns(tmp_path: Path) -> None:
     """Each counts what the other has written while its own file was not yet whole."""
-    Place(tmp_path / "other").write(text(CHUNK))
+    Place(tmp_path / "other").write(text(NODE))
     most = 4 * size(tmp_path / "other")
     one, two = (Place(tmp_path / "shared", most_bytes=most) for _ in range(2))
     for turn in range(4):
-        tokens = text(CHUNK, seed=100 + turn)
-        shared = share(read("qwen3", tokens), cuts=True)
-        writing = one.store.write(tokens, shared.cache, Abandoned(), lambda counts: None)
+        tokens = text(NODE, seed=100 + turn)
+        writing = one.begin_write(tokens)
         next(writing)
         for seed in range(4):
-            two.write(text(CHUNK, seed=10 * turn + seed))
-        for _ in writing:
-            pass
+            two.write(text(NODE, seed=10 * turn + seed))
+        finish(writing)
         assert size(tmp_path / "shared") <= most * 5 / 4, "but for the file that was being written"
-        one.write(text(CHUNK, seed=200 + turn))
+        one.write(text(NODE, seed=200 + turn))
         assert size(tmp_path / "shared") <= most
 
 
@@ -437,14 +470,11 @@ def size(path: Path) -> int:
 def test_a_write_ends_when_its_memory_is_wanted(tmp_path: Path) -> None:
     place = Place(tmp_path)
     tokens = text()
-    shared = share(read("qwen3", tokens), cuts=True)
-    abandoned, reported = Abandoned(), list[StoreCounts]()
-    writing = place.store.write(tokens, shared.cache, abandoned, reported.append)
+    transfer = hand_over(read("qwen3", tokens))
+    writing = place.store.write(tokens, transfer)
     next(writing)
-    abandoned.within(0.0)
-    for _ in writing:
-        pass
-    assert [counts.files for counts in reported] == [1], "the file that was begun"
+    transfer.until = 0.0
+    assert finish(writing).files == 1, "the file that was begun"
 
 
 # Unfinished files.
@@ -453,14 +483,12 @@ def test_a_write_ends_when_its_memory_is_wanted(tmp_path: Path) -> None:
 def test_what_a_dead_writer_has_left_goes(tmp_path: Path) -> None:
     place = Place(tmp_path)
     tokens = text()
-    shared = share(read("qwen3", tokens), cuts=True)
-    writing = place.store.write(tokens, shared.cache, Abandoned(), lambda counts: None)
+    writing = place.begin_write(tokens)
     next(writing)
     [unfinished] = place.held.path.iterdir()
     Place(tmp_path)
     assert unfinished.exists(), "its writer lives"
-    for _ in writing:
-        pass
+    finish(writing)
     unfinished.write_bytes(b"half")  # and now there is none
     Place(tmp_path)
     assert not unfinished.exists()
@@ -471,9 +499,9 @@ def test_a_writer_with_the_same_process_id_does_not_end_the_writing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     place = Place(tmp_path)
-    tokens = text(CHUNK)
-    [name] = split(tokens)
-    other = place.held.path / f"{os.getpid()}-1-{name.digest.hex()}.mlxkv-unfinished"
+    tokens = text(NODE)
+    [name] = split(tokens, cuts=True)
+    other = place.held.path / f"{os.getpid()}-1-{name.digest.hex()}.safetensors-unfinished"
     with other.open("wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert place.write(tokens) == StoreCounts()
