@@ -44,8 +44,9 @@ def wait_for(what: Callable[[], T | None], *, seconds: float = PATIENCE, why: st
 
 
 def environment() -> dict[str, str]:
-    """This process's, without options of the server and without the developer's models."""
-    foreign = ("MLXSRV_", "PYTEST_CURRENT_TEST")
+    """This process's, without options of the server, without the developer's models, and without
+    what mlx-lm sets when it is imported: a server does not inherit it."""
+    foreign = ("MLXSRV_", "PYTEST_CURRENT_TEST", "TRANSFORMERS_NO_ADVISORY_WARNINGS")
     own = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     return own | {"HF_HUB_CACHE": "/nonexistent"}
 
