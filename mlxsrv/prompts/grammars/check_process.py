@@ -21,10 +21,11 @@ _WALKS = 12
 _STEPS = 300
 _WALKING_SECONDS = 1.0
 _HURRY = 60  # steps after which a walk goes for the end
-_CLOSERS = frozenset(b'"}]')
+_CLOSERS = b'"]}'
 
 _BYTES = LLTokenizer("byte")
 _END = int(_BYTES.eos_token)
+_SET_BITS = [[bit for bit in range(8) if byte >> bit & 1] for byte in range(256)]
 
 
 def failures(grammars: Iterable[str]) -> Iterator[tuple[int, str]]:
@@ -54,22 +55,25 @@ def _dead_end(grammar: str, until: float) -> str | None:
                 return text.decode(errors="replace")
             if not allowed or time.monotonic() > until:
                 break
-            if _END in allowed and (step > _HURRY or dice.random() < 0.3):
-                break
+            if allowed[-1] == _END:
+                allowed.pop()
+                if not allowed or step > _HURRY or dice.random() < 0.3:
+                    break
             hurry = dice.random() < (0.9 if step > _HURRY else 0.3)
-            wanted = [token for token in allowed if token in _CLOSERS] if hurry else []
-            token = dice.choice(wanted or [token for token in allowed if token != _END] or [_END])
-            if token == _END or not walker.consume_token(token):
+            wanted = [token for token in _CLOSERS if token in allowed] if hurry else []
+            token = dice.choice(wanted or allowed)
+            if not walker.consume_token(token):
                 break
             text.append(token)
     return None
 
 
 def _allowed(matcher: LLMatcher) -> list[int]:
+    """Return the tokens that may follow, in order. The end is the last of all."""
     mask = matcher.compute_bitmask()
     if matcher.is_stopped() and not matcher.is_error():
         return [_END]
-    return [i for i in range(_BYTES.vocab_size) if mask[i >> 3] >> (i & 7) & 1]
+    return [8 * i + bit for i, byte in enumerate(mask) if byte for bit in _SET_BITS[byte]]
 
 
 if __name__ == "__main__":
