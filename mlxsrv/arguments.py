@@ -87,12 +87,17 @@ class Arguments(argparse.ArgumentParser):
             raise SettingsError(f"{flag} takes no value, and has {unwanted}")
         raise SettingsError(message.removeprefix("argument "))
 
-    def flags(self) -> dict[str, Sequence[str] | None]:
-        """The long flags, each with the values that are known of it; None: it takes no value."""
+    def flags(self, *, rare: bool = True) -> dict[str, Sequence[str] | None]:
+        """The long flags, each with the values that are known of it; None: it takes no value.
+
+        Args:
+            rare: with those that only `--help-all` shows.
+        """
         known = {option.flag: option.choices for option in options()}
         return {
             flag: None if action.nargs == 0 else known.get(flag, ())
             for action in self._actions
+            if rare or action not in self._rare
             for flag in action.option_strings
             if flag.startswith("--")
         }

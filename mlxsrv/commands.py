@@ -59,10 +59,13 @@ def completion(arguments: Sequence[str]) -> None:
     from mlxsrv.terminal.completion import CompletedCommand, completion_script
 
     shell = completion_arguments().read(arguments)["shell"]
-    commands = [CompletedCommand("help", "show the help of a command", {}, [*COMMANDS])]
+    commands = [CompletedCommand("help", "show the help of a command", {}, [], [*COMMANDS])]
     for name, command in COMMANDS.items():
         parser = command.arguments()
-        commands.append(CompletedCommand(name, command.does, parser.flags(), parser.words()))
+        common = [*parser.flags(rare=False)]
+        commands.append(
+            CompletedCommand(name, command.does, parser.flags(), common, parser.words())
+        )
     print(completion_script(shell, commands, "serve"), end="")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,9 +43,7 @@ def chat(arguments: Sequence[str]) -> None:
             conversation = Conversation(client, "", system)
             described = conversation.choose(name)
         except (SettingsError, RequestFailed) as error:
-            if asked is None or " " not in asked:
-                raise
-            raise SettingsError(f"{error}; {_PIPE}") from None
+            raise _with_remedy(error, asked) from None
         if question is None:
             ChatTerminal(conversation).run(f"{described} at {client.url}")
             return
@@ -52,6 +51,23 @@ def chat(arguments: Sequence[str]) -> None:
             note = conversation.ask(question, lambda _, text: write(shown(text)))
         if note:
             print(f"mlxsrv: {note}", file=sys.stderr)
+
+
+def _with_remedy(
+    error: SettingsError | RequestFailed, asked: str | None
+) -> SettingsError | RequestFailed:
+    """The error, with what to do if the argument is no model of the server, or none at all."""
+    if asked is None:
+        return error
+    if isinstance(error, RequestFailed):
+        if error.param != "model":
+            return error
+        if os.path.isdir(asked):
+            remedy = f"a server for this folder: mlxsrv chat {asked} --port 0"
+            return RequestFailed(f"{error}; {remedy}")
+    if "/" in asked or str(error).endswith("?"):
+        return error
+    return SettingsError(f"{error}; {_PIPE}")
 
 
 def chat_arguments() -> Arguments:

@@ -79,6 +79,8 @@ class ServerClient:
 
     def model(self, name: str = "default") -> dict[str, Any]:
         """One of the server's models, as `/v1/models/NAME` describes it. Raises RequestFailed."""
+        if not name.strip("/"):  # the path would be that of the list
+            raise RequestFailed(f"{name!r} is no model's name", param="model")
         return self.get(f"/v1/models/{quote(name)}")
 
     def get(self, path: str) -> dict[str, Any]:

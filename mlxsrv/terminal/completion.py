@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from shlex import quote
 from types import MappingProxyType
 from typing import Final
@@ -16,12 +16,15 @@ class CompletedCommand(msgspec.Struct, frozen=True):
     Attributes:
         does: one line about it.
         flags: its options, each with the values that are known of it; None: it takes no value.
+        common: those that its help shows. The others are offered once a letter of them is there:
+            the server has a hundred.
         words: the values of its first argument, where they are known.
     """
 
     name: str
     does: str
     flags: Mapping[str, Sequence[str] | None]
+    common: Sequence[str]
     words: Sequence[str] = ()
 
 
@@ -41,7 +44,7 @@ def _bash(commands: Sequence[CompletedCommand], default: CompletedCommand) -> st
 {_takes_value(commands)}
 _mlxsrv() {{
     local word=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}}
-    local flags words= values given=0 i
+    local flags common words= values given=0 i
     # --flag=value is three words.
     [[ $before == = ]] && before=${{COMP_WORDS[COMP_CWORD-2]}}
     [[ $word == = ]] && word=
@@ -53,6 +56,7 @@ _mlxsrv() {{
         esac
     done
     if _mlxsrv_takes "$before"; then words=$values
+    elif [[ $word == - || $word == -- ]]; then words=$common
     elif [[ $word == -* ]]; then words=$flags
     elif (( COMP_CWORD == 1 )); then words={quote(_spaced(each.name for each in commands))}
     elif (( given )); then words=
@@ -70,7 +74,7 @@ def _zsh(commands: Sequence[CompletedCommand], default: CompletedCommand) -> str
 # Completion of mlxsrv in zsh: source <(mlxsrv completion zsh), behind compinit
 {_takes_value(commands)}
 _mlxsrv() {{
-    local flags values known= given=0 i before=$words[CURRENT-1]
+    local flags common values known= given=0 i before=$words[CURRENT-1]
     local -a names=(
 {described}
     )
@@ -84,6 +88,8 @@ _mlxsrv() {{
     done
     if _mlxsrv_takes $before; then
         if [[ -n $values ]]; then compadd -- ${{=values}}; else _files; fi
+    elif [[ $PREFIX == (-|--) ]]; then
+        compadd -- ${{=common}}
     elif [[ $PREFIX == -* ]]; then
         compadd -- ${{=flags}}
     elif (( CURRENT == 2 )); then
@@ -116,12 +122,16 @@ def _all_flags(commands: Sequence[CompletedCommand]) -> dict[str, Sequence[str] 
 
 
 def _cases(commands: Sequence[CompletedCommand], default: CompletedCommand, word: str) -> str:
-    """A `case` that sets `flags` and `words` by the command, in the language of bash and zsh."""
+    """A `case` that sets `flags`, `common` and `words` by the command, in the language of bash and
+    zsh."""
+
+    def flags(command: CompletedCommand) -> str:
+        return f"flags={quote(_spaced(command.flags))} common={quote(_spaced(command.common))}"
+
     lines = [f"    case {word} in"]
     for each in commands:
-        values = f"flags={quote(_spaced(each.flags))} words={quote(_spaced(each.words))}"
-        lines.append(f"        {each.name}) {values} ;;")
-    lines += [f"        *) flags={quote(_spaced(default.flags))} ;;", "    esac"]
+        lines.append(f"        {each.name}) {flags(each)} words={quote(_spaced(each.words))} ;;")
+    lines += [f"        *) {flags(default)} ;;", "    esac"]
     return "\n".join(lines)
 
 
@@ -142,14 +152,21 @@ def _fish(commands: Sequence[CompletedCommand], default: CompletedCommand) -> st
             here = f"__fish_seen_subcommand_from {each.name}"
             first = f"'{here}; and not __fish_seen_subcommand_from {words}'"
             lines.append(f"complete -c mlxsrv -f -n {first} -a {quote(words)}")
-    for flag, values in _all_flags(commands).items():
+
+    def seen(taking: Collection[str]) -> str:
         # Without a command the default one is meant, so its flags are for all but a few.
-        general = flag in default.flags
-        those = _spaced(each.name for each in commands if (flag in each.flags) != general)
-        seen = f"{'not ' if general else ''}__fish_seen_subcommand_from {those}"
+        general = default.name in taking
+        those = _spaced(each.name for each in commands if (each.name in taking) != general)
+        return f"{'not ' if general else ''}__fish_seen_subcommand_from {those}"
+
+    for flag, values in _all_flags(commands).items():
+        when = takes = seen([each.name for each in commands if flag in each.flags])
+        shows = seen([each.name for each in commands if flag in each.common])
+        if shows != takes:
+            when += f"; and begin; {shows}; or not contains -- (commandline -ct) - --; end"
         value = "" if values is None else " -r"
         known = f" -f -a {quote(_spaced(values))}" if values else ""
-        lines.append(f"complete -c mlxsrv -n '{seen}' -l {flag[2:]}{value}{known}")
+        lines.append(f"complete -c mlxsrv -n '{when}' -l {flag[2:]}{value}{known}")
     return "\n".join(lines) + "\n"
 
 

@@ -29,21 +29,25 @@ def newest_question(roles: Iterable[str]) -> int | None:
     return newest
 
 
-def leave_out(kind: str, path: str, search: Search, *, new: bool = False) -> str:
+def leave_out(
+    kind: str, path: str, search: Search, *, new: bool = False, text: str | None = None
+) -> str:
     """Return the text in place of a part: a note if it is a medium, else nothing.
 
     Args:
         kind: its type, for messages.
         search: notes the part.
         new: it is in the newest message of the user's.
+        text: the type of what is text, where a part has a type.
 
     Raises:
         UnsupportedParameter: it is new.
     """
     if new:
-        raise UnsupportedParameter(
-            f"{path}: this model takes text only, not {kind[:100]!r}; leave it out", param=path
-        )
+        told = f"{path}: this model takes text only, not {kind[:100]!r}; leave it out"
+        if text is not None:
+            told += f", or use the type {text!r}"
+        raise UnsupportedParameter(told, param=path)
     search.note(_INDEX.sub("[]", path), path)
     medium = next((each for each in _MEDIA if each in kind), None)
     return f"[{medium} left out: this model reads text only]" if medium else ""

@@ -5,16 +5,13 @@ from __future__ import annotations
 import io
 import json
 import os
-import pty
 import re
-import select
 import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -29,6 +26,7 @@ from mlxsrv.terminal.screen import StatusLine, shown
 from mlxsrv.terminal.starting import running_server
 from tests.support.commands import Run
 from tests.support.serving import PATIENCE, Server, environment, serving, wait_for
+from tests.support.terminals import Terminal, on_terminal
 
 ABOUT_ITSELF = "I am the small demo model"
 KEY = "sesame"
@@ -61,70 +59,12 @@ runpy.run_module("mlxsrv", run_name="__main__", alter_sys=True)
 """`python -m mlxsrv` where Ctrl-C is for it, also if a shell runs the tests in its background."""
 
 
-class Terminal:
-    """The terminal of a process.
-
-    Args:
-        descriptor: its other end.
-    """
-
-    def __init__(self, process: subprocess.Popen[bytes], descriptor: int) -> None:
-        self._process = process
-        self._descriptor = descriptor
-        self._unread = ""
-
-    def write(self, text: str) -> None:
-        os.write(self._descriptor, text.encode())
-
-    def until(self, text: str) -> str:
-        """Wait for a text, and return what the process has written before it."""
-        deadline = time.monotonic() + PATIENCE
-        while text not in self._unread:
-            ready, _, _ = select.select([self._descriptor], [], [], deadline - time.monotonic())
-            assert ready, self._unread
-            self._unread += os.read(self._descriptor, 1 << 16).decode()
-        before, _, self._unread = self._unread.partition(text)
-        return before
-
-    def kill(self) -> None:
-        """End the process as nothing that it does could."""
-        self._process.kill()
-        self._process.wait()
-
-    def answer(self, line: str) -> str:
-        """Write a line, and return all up to the next prompt."""
-        self.write(line + "\n")
-        return self.until("\n>>> ").partition("\n")[2]
-
-    def status(self) -> int:
-        """Read to the end, and return the exit status."""
-        try:
-            while os.read(self._descriptor, 1 << 16):
-                pass
-        except OSError:  # Linux, once nobody has the terminal
-            pass
-        return self._process.wait(PATIENCE)
-
-
-@contextmanager
-def terminal(*arguments: str) -> Iterator[Terminal]:
+def terminal(*arguments: str) -> AbstractContextManager[Terminal]:
     """`python -m mlxsrv` on a terminal."""
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen(
+    return on_terminal(
         [sys.executable, "-c", ON_A_TERMINAL, *arguments],
-        env=environment() | {"TERM": "xterm", "NO_COLOR": "1", "MLXSRV_API_KEY": KEY},
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        start_new_session=True,
+        environment() | {"TERM": "xterm", "NO_COLOR": "1", "MLXSRV_API_KEY": KEY},
     )
-    os.close(theirs)
-    try:
-        yield Terminal(process, ours)
-    finally:
-        process.kill()
-        process.wait()
-        os.close(ours)
 
 
 def test_a_chat_on_a_terminal(demo: Server) -> None:
@@ -257,6 +197,8 @@ def test_a_question_from_a_pipe_has_one_answer(
     assert "set MLXSRV_API_KEY to one of the server's keys" in refused.stderr
     for arguments, text, told in (
         (["nobody", "--url", demo.url], "hi", "'nobody' is not served here"),
+        (["hello", "--url", demo.url], "hi", "every name; a question comes through a pipe"),
+        (["/", "--url", demo.url], "hi", "for this folder: mlxsrv chat / --port 0"),
         (["--url", "http://127.0.0.1:9"], "hi", "no server runs at http://127.0.0.1:9"),
         ([], " \n", "nothing to answer"),
         (["Who are you?", "--port", "0"], "hi", "no folder 'Who are you?', and it is no ORG/NAME"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import plistlib
+import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,8 @@ from mlxsrv.terminal import doctor
 from mlxsrv.terminal.recommending import known_models
 from mlxsrv.terminal.units import unit
 from tests.support.commands import Run
+from tests.support.serving import environment
+from tests.support.terminals import on_terminal
 from tests.support.tiny import write_model
 
 GB = 10**9
@@ -232,6 +235,8 @@ tried() { COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _mlxsrv; echo "${COMPREPLY[
 tried mlxsrv re
 tried mlxsrv help re
 tried mlxsrv --por
+tried mlxsrv connect codex --
+tried mlxsrv connect codex --por
 tried mlxsrv ps --js
 tried mlxsrv run c
 tried mlxsrv service un
@@ -249,6 +254,8 @@ def test_bash_completes_commands_options_and_words(run: Run) -> None:
     assert tried.stdout.splitlines() == [
         *["recommend replicas replay"] * 2,
         "--port",
+        "--help --help-all --config --for-model --url --write --yes",
+        "--port",
         "--json",
         "codex claude",
         "uninstall",
@@ -260,6 +267,34 @@ def test_bash_completes_commands_options_and_words(run: Run) -> None:
     ], tried.stderr
 
 
+INTERACTIVE = {
+    "bash": (["--norc", "--noprofile", "-i"], "PS1='> '; bind 'set enable-bracketed-paste off'"),
+    "zsh": (["-f", "-i"], "PS1='> '; autoload -Uz compinit; compinit -D -u"),
+}
+"""Arguments of a shell that reads nothing of its user's, and what it needs at first."""
+
+
+@pytest.mark.parametrize("shell", INTERACTIVE)
+def test_tab_after_a_command_offers_the_options_of_its_help(
+    run: Run, shell: str, tmp_path: Path
+) -> None:
+    program = shutil.which(shell)
+    if program is None:
+        pytest.skip(f"{shell} is not installed")
+    script = tmp_path / "script"
+    script.write_text(run("completion", shell).stdout)
+    arguments, begin = INTERACTIVE[shell]
+    with on_terminal([program, *arguments], environment() | {"TERM": "xterm"}) as typed:
+        typed.write(f"{begin}; source {script}; echo is rea''dy\n")
+        typed.until("is ready\r\n")
+        typed.write("mlxsrv connect codex --\t\t")
+        typed.until("codex --")
+        offered = ""
+        while not {"for-model", "url", "write", "yes"} <= {*re.findall(r"[a-z-]+", offered)}:
+            offered += typed.until("--")
+    assert "kv-bits" not in offered
+
+
 @pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")
 def test_fish_completes_as_bash_does(run: Run) -> None:
     script = run("completion", "fish").stdout
@@ -268,6 +303,8 @@ def test_fish_completes_as_bash_does(run: Run) -> None:
         ("help rec", ["recommend"]),
         ("service un", ["uninstall"]),
         ("connect codex clau", []),
+        ("stop --", ["--config", "--help", "--help-all"]),
+        ("stop --po", ["--port"]),
         ("chat --log-level w", ["warning"]),
         ("ps --js", ["--json"]),
     ):

@@ -315,7 +315,10 @@ def test_errors_have_the_sdks_classes(sdk: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="background"):
         sdk.responses.create(model="demo", input="hi", background=True)
     image: Any = {"type": "input_image", "image_url": "data:,", "detail": "auto"}
-    with pytest.raises(openai.BadRequestError, match="takes text only, not 'input_image'"):
+    with pytest.raises(
+        openai.BadRequestError,
+        match="not 'input_image'; leave it out, or use the type 'input_text'",
+    ):
         sdk.responses.create(model="demo", input=[{"role": "user", "content": [image]}])
 
 

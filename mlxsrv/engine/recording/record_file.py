@@ -167,9 +167,10 @@ class RecordReader:
         try:
             kind = msgspec.json.decode(first, type=dict[str, Any])
             if kind.get("type") != "record":
-                raise ValueError("its first line is another")
-        except ValueError as error:
-            raise RecordError(f"{self._path} is no record: {error}") from None
+                raise ValueError
+        except ValueError:
+            told = f"{self._path} is no record: mlxsrv --record FILE writes one"
+            raise RecordError(told) from None
         if kind.get("format") != FORMAT:
             maker = kind.get("versions", {}).get("mlxsrv", "?")
             raise RecordError(
@@ -178,8 +179,8 @@ class RecordReader:
             )
         try:
             return msgspec.json.decode(first, type=RecordHeader)
-        except ValueError as error:
-            raise RecordError(f"{self._path}: line 1: {error}") from None
+        except ValueError:
+            raise self._damaged(1) from None
 
     def _decode(self) -> Iterator[Line]:
         """Yield the lines behind the first. The last may not be whole: then the process or the
@@ -189,10 +190,14 @@ class RecordReader:
                 continue
             try:
                 yield self._lines.decode(line)
-            except ValueError as error:
+            except ValueError:
                 if line.endswith(b"\n"):
-                    raise RecordError(f"{self._path}: line {number}: {error}") from None
+                    raise self._damaged(number) from None
                 self.cut = True
+
+    def _damaged(self, line: int) -> RecordError:
+        rest = "; without it and what follows, the rest can be replayed" if line > 2 else ""
+        return RecordError(f"{self._path}: line {line} is damaged{rest}")
 
     def _read(self) -> Iterator[bytes]:
         try:

@@ -57,6 +57,11 @@ class ModelSource(msgspec.Struct, frozen=True):
         """The folder of the files, if they are on this disk. Reads the disk."""
         return self.place if isinstance(self.place, Path) else hub_cache.cached(self.place)
 
+    def files(self) -> ModelSource:
+        """Return the same, named by its real paths: however a folder is named, it is one model."""
+        place = self.place.resolve() if isinstance(self.place, Path) else self.place
+        return ModelSource(place, self.adapter and self.adapter.resolve())
+
     def fetch(self, check: Callable[[], None], report: DownloadReport) -> Path:
         """Download the repository if it is not on this disk, and return the folder. Blocks.
 
@@ -372,13 +377,14 @@ def named_models(models: Sequence[str]) -> list[ModelEntry]:
     for text in models:
         name, source = _split(text, "model")
         name = name or _own_name(source)
-        if taken.setdefault(name, source) != source:
+        files = source.files()
+        if taken.setdefault(name, files) != files:
             raise SettingsError(f"model: two models are called {name!r}; use NAME=PATH")
-        entry = entries.get(source)
+        entry = entries.get(files)
         if entry is None:
-            entries[source] = ModelEntry(name, source, _created(source))
+            entries[files] = ModelEntry(name, source, _created(source))
         elif name not in (entry.name, *entry.aliases):
-            entries[source] = msgspec.structs.replace(entry, aliases=(*entry.aliases, name))
+            entries[files] = msgspec.structs.replace(entry, aliases=(*entry.aliases, name))
     return [
         _with_id(entry) if _own_name(entry.source) not in taken else entry
         for entry in entries.values()

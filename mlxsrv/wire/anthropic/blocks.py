@@ -278,7 +278,7 @@ class _BlockReader:
                 return _BETWEEN.join((title, source, *(each.text for each in block.content)))
             case ToolReferenceBlockParam(tool_name=name):
                 return name
-        return leave_out(_read_type(raw).type, where, self._search, new=new)
+        return leave_out(_read_type(raw).type, where, self._search, new=new, text="text")
 
     def _read_source(self, source: DocumentSource, where: str, *, new: bool) -> str:
         match source.type:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct
@@ -148,14 +148,14 @@ def read_parts(
     path: str,
     search: Search,
     *,
-    texts: Collection[str] = ("text",),
+    texts: Sequence[str] = ("text",),
     new: bool = False,
 ) -> str:
     """Return the text of a message: its own, or that of its parts, one after the other.
 
     Args:
         search: notes what is left out.
-        texts: the types of parts that are text. Refusals are, too.
+        texts: the types of parts that are text, first the usual one. Refusals are, too.
         new: it is the user's, and not answered yet.
 
     Raises:
@@ -167,7 +167,7 @@ def read_parts(
     for i, part in enumerate(content):
         field = "refusal" if part.type == "refusal" else "text"
         if field == "text" and part.type not in texts:
-            read.append(leave_out(part.type, f"{path}[{i}]", search, new=new))
+            read.append(leave_out(part.type, f"{path}[{i}]", search, new=new, text=texts[0]))
             continue
         text: str | None = getattr(part, field)
         if text is None:

@@ -142,7 +142,9 @@ def test_a_file_that_is_no_record_is_refused(tmp_path: Path) -> None:
         "hello\n": "is no record",
         '{"type":"orders","orders":[]}\n': "is no record",
         lines[0].decode().replace(f'"format":{FORMAT}', '"format":99'): "has format 99",
-        lines[0].decode() + "hello\n": "line 2",
+        lines[0].decode() + "hello\n": "line 2 is damaged$",
+        (lines[0] + lines[1]).decode() + "[]\n": "line 3 is damaged; without it",
+        lines[0].decode().replace('"began":', '"begun":'): "line 1 is damaged$",
     }
     for text, reported in wrong.items():
         path.write_text(text)

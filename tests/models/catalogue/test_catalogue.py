@@ -65,8 +65,13 @@ def test_a_folder_is_called_by_its_name_or_by_the_one_given(tmp_path: Path) -> N
     assert find(models, "alias").source.place == tmp_path / "two"
 
 
-def test_further_names_of_the_same_files_are_aliases(tmp_path: Path) -> None:
+def test_further_names_of_the_same_files_are_aliases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "one").mkdir()
+    monkeypatch.chdir(tmp_path)
+    again = catalogue("./one", str(tmp_path / "one"), "../" + tmp_path.name + "/one")
+    assert [(entry.name, entry.aliases) for entry in again] == [("one", ()), ("demo", ())]
     models = catalogue(f"a={tmp_path / 'one'}", f"b={tmp_path / 'one'}", f"a={tmp_path / 'one'}")
     assert [(entry.name, entry.aliases) for entry in models] == [("a", ("b",)), ("demo", ())]
     assert find(models, "b") == find(models, "a")
