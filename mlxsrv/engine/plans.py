@@ -117,7 +117,7 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
 
 class Read(_Item, frozen=True):
     """Read a slice of prompts: one span, or several that are all read to their ends in one padded
-    pass. Done: PromptsRead. The rows that join are one group of the next Decode."""
+    pass. Done: PromptsRead. The next Decode has the rows that join."""
 
     title = "reading prompts"
 
@@ -160,8 +160,8 @@ class Decode(_Item, frozen=True):
     Attributes:
         solo: the step is that of the solo decoder, in which one row decodes alone after a step in
             which it was has failed.
-        groups: the rows by the KV cache that they share; None: as in the step before. Each has the
-            rows of one or several of the groups that there are, or that were read.
+        groups: the rows by the KV cache that they share; None: as in the step before. A row may
+            change from any group to any other.
         proposals: for each row, in their order, the tokens to verify; empty: the step is a plain
             one. Where the input is guessed wrongly, nothing is verified. If no row is left, the
             step is a plain one, too.

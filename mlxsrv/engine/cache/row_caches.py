@@ -7,7 +7,7 @@ Used on the device thread only.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.models.cache import (
@@ -188,31 +188,15 @@ class RowCaches:
         return [self._rows.lengths[slot] for slot in self._slots]
 
     def arrange(self, sources: Sequence[int | RowCache], slots: int, columns: int) -> None:
-        """Set the rows, in this order.
+        """Set the rows, in this order; see `arrange_together`.
 
         Args:
-            sources: for each row, the number that it has had, or the KV cache of a row that joins,
-                which is empty afterwards.
+            sources: for each row, the number that it has had, or the KV cache of a row that joins.
             slots: rows that the arrays have room for.
             columns: tokens of each row that the arrays have room for.
         """
-        known = self.lengths
-        lengths = [known[each] if isinstance(each, int) else each.tokens for each in sources]
-        joining = [each for each in sources if isinstance(each, RowCache)]
-        for number, kind in enumerate(self._kinds):
-            kind.arrange(
-                [
-                    self._slots[each] if isinstance(each, int) else each.layers[number]
-                    for each in sources
-                ],
-                lengths,
-                Room(slots, columns),
-            )
-            for row in joining:
-                row.layers[number] = None  # so that no more than a layer is there twice
-        self._rows.replace(lengths)
-        self._slots = [*range(len(sources))]
-        self.layers = [kind.view for kind in self._kinds]
+        rows = [(self, each) if isinstance(each, int) else each for each in sources]
+        arrange_together([Arrangement(self, rows, Room(slots, columns))])
 
     def drop_rows(self, numbers: Collection[int]) -> None:
         """Forget these rows. The others are to be arranged before the next pass."""
@@ -255,3 +239,67 @@ class RowCaches:
         self.layers, self._merged, self._lone = [], [], []
         materialize_together(views, lambda: self._kinds.pop(0))
         self._kinds = []
+
+
+class Arrangement(NamedTuple):
+    """The rows that a sub-batch is to have, in this order, in arrays with this `room`. A row has
+    been in a sub-batch, this one or another, under a number; or it joins with its own KV cache."""
+
+    caches: RowCaches
+    rows: Sequence[tuple[RowCaches, int] | RowCache]
+    room: Room
+
+    @property
+    def lengths(self) -> list[int]:
+        return [
+            each.tokens if isinstance(each, RowCache) else each[0].lengths[each[1]]
+            for each in self.rows
+        ]
+
+    @property
+    def others(self) -> list[RowCaches]:
+        """The other sub-batches from which rows come."""
+        found = (each[0] for each in self.rows if not isinstance(each, RowCache))
+        return [caches for caches in found if caches is not self.caches]
+
+    def find_sources(self, layer: int) -> list[Any]:
+        """Return what `BatchLayer.arrange` asks of each row. That of a KV cache that joins is taken
+        out of it; what comes from another sub-batch are views."""
+        found: list[Any] = []
+        for each in self.rows:
+            if isinstance(each, RowCache):
+                source, each.layers[layer] = each.layers[layer], None
+            else:
+                caches, number = each
+                slot = caches._slots[number]
+                own, kind = caches is self.caches, caches._kinds[layer]
+                source = slot if own else kind.view_row(slot, caches._rows.lengths[slot])
+            found.append(source)
+        return found
+
+
+def arrange_together(wanted: Sequence[Arrangement]) -> None:
+    """Set the rows of several sub-batches, layer by layer. So it takes what there was before or
+    what there is then, whichever is more, and one layer beside.
+
+    Rows may change from any sub-batch to any other. Those that are not `wanted` themselves lose all
+    arrays, as KV caches that join do.
+    """
+    # Who takes rows from others comes first: their views have gone when the others are written.
+    order = sorted(wanted, key=lambda each: not each.others)
+    stay = [each.caches for each in wanted]
+    gone = [caches for each in wanted for caches in each.others if caches not in stay]
+    lengths = [each.lengths for each in order]
+    for caches in gone:
+        caches.layers = []
+    for layer in range(len(wanted[0].caches._kinds)):
+        sources = [each.find_sources(layer) for each in order]
+        for caches in gone:
+            caches._kinds[layer] = _Lone()
+        for each, rows, known in zip(order, sources, lengths, strict=True):
+            each.caches._kinds[layer].arrange(rows, known, each.room)
+            rows.clear()
+    for each, known in zip(order, lengths, strict=True):
+        each.caches._rows.replace(known)
+        each.caches._slots = [*range(len(known))]
+        each.caches.layers = [kind.view for kind in each.caches._kinds]

@@ -45,7 +45,7 @@ from mlxsrv.engine.execution.step_results import (
     launch,
     report_constraints,
 )
-from mlxsrv.engine.execution.sub_batches import Pass, ReadyRow, SubBatch
+from mlxsrv.engine.execution.sub_batches import Pass, ReadyRow, SubBatch, regroup
 from mlxsrv.engine.live_row import LiveRow, Place
 from mlxsrv.engine.plans import Proposal, RowGroup, count_proposed
 from mlxsrv.engine.ranks.rank_group import RankGroup
@@ -387,37 +387,12 @@ class Decoder:
         if joining:
             last = [each.row.last for each in joining.values()]
             self._feed(self.sub_batches, mx.array(last, dtype=mx.uint32))
-        left, self._passes = self.sub_batches, []
-        self._set([self._form(group, left, joining) for group in groups])
+        self._passes = []
+        self._set(regroup(self.sub_batches, groups, joining, self._caches.make_rows))
         order = [places[row_id] for row_id in wanted]
         if order != [*range(len(order))]:
             assert self._inputs is not None
             self._inputs = self._inputs[mx.array(order)]
-
-    def _form(
-        self, group: RowGroup, left: list[SubBatch], joining: dict[int, ReadyRow]
-    ) -> SubBatch:
-        """Form the sub-batch of a group: the first of those in `left` that have rows of it takes
-        the rows of the others. They are removed from `left`.
-
-        Raises:
-            RuntimeError: one of them has rows of another group.
-        """
-        ids = {*group.rows}
-        parts = [each for each in left if not ids.isdisjoint(row.id for row in each.rows)]
-        if not ids.issuperset(row.id for part in parts for row in part.rows):
-            raise RuntimeError(f"the rows {[*group.rows]} are not whole sub-batches")
-        left[:] = [each for each in left if each not in parts]
-        formed = parts[0] if parts else SubBatch(self._caches.make_rows())
-        joining |= {
-            row_id: row for part in parts[1:] for row_id, row in part.view_rows(ids).items()
-        }
-        # From here on only the views of their arrays are held, each layer's until it has joined.
-        del parts
-        formed.arrange(group, joining)
-        for row_id in ids & joining.keys():
-            del joining[row_id]
-        return formed
 
     def _feed(self, sub_batches: Sequence[SubBatch], inputs: mx.array) -> None:
         """Set the sub-batches, and append the inputs `(rows,)` of rows that come last in them."""

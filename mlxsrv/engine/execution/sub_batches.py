@@ -5,14 +5,16 @@ Used on the device thread only.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from mlxsrv.engine.cache.layer_cache import Room
 from mlxsrv.engine.cache.row_cache import RowCache
-from mlxsrv.engine.cache.row_caches import RowCaches
+from mlxsrv.engine.cache.row_caches import Arrangement, RowCaches, arrange_together
 from mlxsrv.engine.cache.shared_layers import share_layers
 from mlxsrv.engine.live_row import LiveRow
 from mlxsrv.engine.outcomes import KeptPrompt
@@ -35,19 +37,6 @@ class SubBatch:
     def __init__(self, caches: RowCaches) -> None:
         self.rows: list[LiveRow] = []
         self.caches = caches
-
-    def arrange(self, group: RowGroup, joining: Mapping[int, ReadyRow]) -> None:
-        """Set the rows to those of the group: rows that it has, and `joining` ones, by id."""
-        numbers = {row.id: number for number, row in enumerate(self.rows)}
-        rows = [
-            self.rows[numbers[row_id]] if row_id in numbers else joining[row_id].row
-            for row_id in group.rows
-        ]
-        sources = [
-            numbers[row_id] if row_id in numbers else joining[row_id].cache for row_id in group.rows
-        ]
-        self.caches.arrange(sources, group.slots, group.columns)
-        self.rows = rows
 
     def view_rows(self, row_ids: Collection[int]) -> dict[int, ReadyRow]:
         """Return those of these rows that it has, by id, with KV caches that are views of its
@@ -84,6 +73,49 @@ class SubBatch:
             self.caches.drop_rows(gone)
             self.rows = [row for row in self.rows if row.id not in row_ids]
         return bool(self.rows)
+
+
+def regroup(
+    there: Sequence[SubBatch],
+    groups: Sequence[RowGroup],
+    joining: Mapping[int, ReadyRow],
+    make: Callable[[], RowCaches],
+) -> list[SubBatch]:
+    """Form the sub-batches of these groups. Each goes on with the arrays of the one that had the
+    most of its rows, unless another goes on with these.
+
+    Args:
+        there: the sub-batches before. Those with which none goes on lose their arrays.
+        groups: of rows that are there, and of rows that are `joining`, by id.
+        make: makes KV caches without rows.
+    """
+    places = {row.id: (batch, number) for batch in there for number, row in enumerate(batch.rows)}
+    left, formed = [*there], list[SubBatch]()
+    arrangements: list[Arrangement] = []
+    all_rows: list[list[LiveRow]] = []
+    for group in groups:
+        found = Counter(id(places[row_id][0]) for row_id in group.rows if row_id in places)
+        batch = max(left, key=lambda each: found[id(each)], default=None)
+        if batch is None or not found[id(batch)]:
+            batch = SubBatch(make())
+        else:
+            left.remove(batch)
+        formed.append(batch)
+        rows, sources = list[LiveRow](), list[tuple[RowCaches, int] | RowCache]()
+        for row_id in group.rows:
+            if row_id in places:
+                other, number = places[row_id]
+                rows.append(other.rows[number])
+                sources.append((other.caches, number))
+            else:
+                rows.append(joining[row_id].row)
+                sources.append(joining[row_id].cache)
+        all_rows.append(rows)
+        arrangements.append(Arrangement(batch.caches, sources, Room(group.slots, group.columns)))
+    arrange_together(arrangements)
+    for batch, rows in zip(formed, all_rows, strict=True):
+        batch.rows = rows
+    return formed
 
 
 class Pass:

@@ -143,6 +143,40 @@ def test_speculative_steps_of_proposals_write_in_place(models: Any) -> None:
         assert addresses(driver) == kept
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (((0, 1, 2, 3),), ((0, 1), (2, 3))),
+        (((0, 1), (2, 3)), ((0, 1, 2, 3),)),
+        (((0, 1), (2, 3)), ((0, 2), (1, 3))),
+    ],
+    ids=["split", "merged", "crossed"],
+)
+def test_rows_that_change_groups_are_twice_in_one_layer_at_most(
+    tmp_path: Path, before: tuple[tuple[int, ...], ...], after: tuple[tuple[int, ...], ...]
+) -> None:
+    layers = 8
+    model, _ = load_model(write_model(tmp_path, "qwen3", num_hidden_layers=layers))
+    driver = Driver(model)
+    for row in range(4):
+        driver.admit(row, prompt(row))
+        driver.read(row)
+    mx.synchronize()
+    mx.clear_cache()
+    begun = mx.get_active_memory()
+    decoder = driver.runner._main
+    shaped = [
+        tuple(RowGroup(rows, len(rows), COLUMNS) for rows in each) for each in (before, after)
+    ]
+    driver.runner.decode(Decode(model=0, groups=shaped[0]))
+    decoder.wait()
+    taken = mx.get_active_memory() - begun
+    mx.reset_peak_memory()
+    decoder.arrange(shaped[1], {})
+    mx.synchronize()
+    assert mx.get_peak_memory() - begun < taken * (1 + 1.1 / layers)
+
+
 @pytest.mark.parametrize("groups", [((0, 1),), ((0,), (1,))], ids=["together", "apart"])
 def test_steps_that_are_launched_ahead_need_no_memory_for_a_copy(
     models: Any, groups: tuple[tuple[int, ...], ...]

@@ -63,7 +63,22 @@ def test_twins_groups_that_merge_and_rows_that_leave(models: Any, family: str) -
     assert driver.drawn[5][: len(driver.drawn[4])] == driver.drawn[4]
 
 
-def test_a_group_that_is_not_there_is_a_fault_and_all_can_be_read_anew(models: Any) -> None:
+@pytest.mark.parametrize("family", per_cache(BATCHED))
+def test_rows_change_from_any_group_to_any_other(models: Any, family: str) -> None:
+    driver = Driver(models(family))
+    for row in range(6):
+        driver.admit(row, prompt(row, 11 + 6 * row))
+        driver.read(row)
+    driver.must((0, 1, 2), (3, 4))
+    driver.must()
+    driver.must((0, 4), (2, 3), (1, 5))  # each of the two gives a row to another
+    driver.must()
+    driver.must((5, 3, 4), (1, 0), (2,))
+    driver.run((2, 1, 0, 3, 4, 5), rows=range(6))
+    driver.check(*range(6))
+
+
+def test_a_row_in_no_group_is_a_fault_and_all_can_be_read_anew(models: Any) -> None:
     driver = Driver(models("qwen3"))
     for row in range(3):
         driver.admit(row, prompt(row))
@@ -73,7 +88,7 @@ def test_a_group_that_is_not_there_is_a_fault_and_all_can_be_read_anew(models: A
     driver.admit(3, prompt(3))
     driver.admit(4, prompt(4))
     driver.read_together([3], [4])
-    _, fault = driver.step((0, 2), (1,), (4,))
+    _, fault = driver.step((0, 2), (4,))
     assert fault is not None
     assert [*driver.runner._ready] == [3]
     for row in range(3):
