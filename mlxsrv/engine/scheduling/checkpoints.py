@@ -9,7 +9,7 @@ later prompts will differ from this one:
 - at its end, and at the end of the answer.
 
 A copy takes as many bytes as the KV cache has by then. So those of a long prompt are some powers of
-two apart: the longer it is, the farther. New ones supersede old ones: see `superseding`.
+two apart: the longer it is, the farther. New ones supersede old ones: see `prompt_index`.
 """
 
 from __future__ import annotations

@@ -1,15 +1,28 @@
-"""The prompt index: which texts are in the prompt cache, so that they are not read again.
+"""The prompt index: which texts have KV caches that later prompts may begin with, and which of
+these are dropped.
 
 An entry stands for a KV cache that the runner keeps, under the tokens that it has seen. A lookup
-finds the entry that shares the longest prefix with a prompt. The caches of attention layers can be
-cut back to any length, so any shared prefix is of use. Those of recurrent layers and full sliding
-windows cannot: such an entry is of use only if the prompt begins with all of it. So entries are
-made where later prompts are likely to go on: see `checkpoints`. As a chat grows, new ones supersede
-those that are of little use beside them: see `superseding`. Which one is evicted where there is no
-room for all: see `prompt_worth`.
+finds what shares the longest prefix with a prompt: an entry, or what a running row holds. The
+caches of attention layers can be cut back to any length, so any shared prefix is of use, and what a
+row holds need not be cached beside it. Those of recurrent layers and full sliding windows cannot:
+such an entry is of use only if the prompt begins with all of it. So entries are made where later
+prompts are likely to go on: see `checkpoints`. Steering changes what a KV cache holds, so an entry
+is of use only to prompts that are steered alike.
 
-Steering changes what a KV cache holds, so an entry is of use only to prompts that are steered
-alike.
+As a chat grows, new entries supersede those that are of little use beside them. Of the others, that
+of least *worth* is evicted where there is no room for all. It is worth the tokens that it will save
+reading, by the bytes that it takes. Its last uses tell: each counts with the tokens that it saved,
+and half a use of all its tokens is taken for granted. So:
+
+- What is used again and again outlasts a flood of prompts that come once.
+- Of many prompts that begin with one system prompt, one is found for it, and stays: it saves
+  tokens again and again. The others are worth what is asked of their ends.
+- A prompt that goes on from another takes over its uses, for a chat goes on from its last turn. The
+  other one is worth as much as is read on from it after that: nothing in a chat that only grows.
+
+What is used no more has to be evicted in the end. So worth is added to a floor, which rises to the
+worth of each entry that is evicted; an entry has the floor of the moment when it was cached or last
+used. This is GreedyDual-Size-Frequency (Cherkasova, 1998), with prompts' beginnings.
 
 Prefixes of less than `LEAST` tokens are not worth a copy. Tokens are kept as arrays, and a common
 prefix is found by one comparison of two: 0.15 ms for prompts of a hundred thousand tokens. mlx-lm's
@@ -19,14 +32,15 @@ trie of nested dicts takes 12 ms to find such a prompt and 61 ms to store it, an
 from __future__ import annotations
 
 from array import array
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from operator import attrgetter
 
+import msgspec
 import numpy as np
 
 from mlxsrv.engine.outcomes import KeptPrompt
-from mlxsrv.engine.scheduling.prompt_worth import Eviction, PromptWorth
-from mlxsrv.engine.scheduling.superseding import Link, find_superseded
+from mlxsrv.engine.plans import Keep
 from mlxsrv.generation.parameters import Steering
 
 Tokens = np.ndarray[tuple[int], np.dtype[np.uint32]]
@@ -39,31 +53,51 @@ LEAST = 64
 _MOST_ENTRIES = 128  # bounds a lookup where a model is so small that bytes would not
 # Tokens at the end of a prompt that open an answer's thoughts. The next turn lacks both.
 _OPENING = 4
+_MOST_USES = 4  # of one prompt that count, so that it goes in time when nobody comes back to it
+_EXPECTED = 0.5  # uses that are taken for granted
+_MOST_LASTING = 6  # of one chat
+_MOST_ENDS = 2
 
 
-class _Entry:
+class Source(msgspec.Struct, frozen=True):
+    """The beginning that a text goes on from: so many tokens of a cached prompt, its `entry`, or of
+    what another `row` holds; or nothing."""
+
+    entry: int | None = None
+    row: int | None = None
+    tokens: int = 0
+
+
+class Entry:
     """A cached prompt; or a promised one, which a planned work item is to cache.
 
     Args:
+        number: the runner's, for its KV cache.
+        tokens: that it holds.
+        steering: of its row.
         asked: tokens that a client gave. Those behind them are an answer.
         lasting: it ends at a checkpoint, and not where a prompt or an answer ended.
+        cuts: it can be cut back to any length.
+        uses: the tokens that each of its last uses saved.
+        fetched: it comes from disk, so nobody can begin with it before it is cached.
 
     Attributes:
-        uses: the uses of the cached prompt that was moved to this one's row: for each, how many
-            tokens it saved. They count as this entry's own once it is cached.
+        bytes: that it takes, once it is cached.
+        expected: uses of all its tokens that are taken for granted.
+        floor: that its worth is added to.
     """
-
-    __slots__ = ("asked", "beginning", "bytes", "cuts", "lasting", "number", "tokens", "uses")
 
     def __init__(
         self,
         number: int,
         tokens: Tokens,
-        steering: Steering | None,
+        steering: Steering | None = None,
         *,
         asked: int,
         lasting: bool,
         cuts: bool,
+        uses: Iterable[int] = (),
+        fetched: bool = False,
     ) -> None:
         self.number = number
         self.tokens = tokens
@@ -72,21 +106,32 @@ class _Entry:
         self.beginning = find_beginning(tokens, steering)
         self.bytes = 0
         self.cuts = cuts
-        self.uses: tuple[int, ...] = ()
+        self.fetched = fetched
+        self.uses = deque(uses, maxlen=_MOST_USES)
+        self.expected = _EXPECTED
+        self.floor = 0.0
 
-    def covers(self, other: _Entry) -> bool:
+    @property
+    def size(self) -> int:
+        return self.tokens.size
+
+    @property
+    def worth(self) -> float:
+        """The tokens that it will save reading, by the byte, above the floor."""
+        return self.floor + (self.expected * self.size + sum(self.uses)) / max(self.bytes, 1)
+
+    def covers(self, other: Entry) -> bool:
         """Whether this entry can be cut back to what `other` holds. Then `other` is superfluous."""
-        return (self.cuts or other.tokens.size == self.tokens.size) and self.begins_with(other)
+        return (self.cuts or other.size == self.size) and self.begins_with(other)
 
-    def begins_with(self, other: _Entry) -> bool:
-        size = other.tokens.size
-        if size > self.tokens.size:
+    def begins_with(self, other: Entry) -> bool:
+        if other.size > self.size:
             return False
         # The last token first: it differs in most pairs.
-        same = self.tokens[size - 1] == other.tokens[-1]
-        return bool(same) and common_prefix(self.tokens, other.tokens) == size
+        same = self.tokens[other.size - 1] == other.tokens[-1]
+        return bool(same) and common_prefix(self.tokens, other.tokens) == other.size
 
-    def outdates(self, other: _Entry, checkpoints: Collection[int]) -> bool:
+    def outdates(self, other: Entry, checkpoints: Collection[int]) -> bool:
         """Whether this entry makes `other` useless: both begin with the same question, and a client
         has continued it here with another answer than the one cached in `other`. (Clients often
         send an answer back in other tokens, or without its thoughts.)
@@ -96,17 +141,21 @@ class _Entry:
             checkpoints: lengths of cached checkpoints. If one is right at the end of the question,
                 `other` is also useless where it is the question and only opens the thoughts.
         """
-        size = other.tokens.size
+        size = other.size
         if other.lasting or (
             other.asked == size and not any(size - _OPENING <= at <= size for at in checkpoints)
         ):
             return False
         shared = common_prefix(self.tokens, other.tokens)
-        return other.answers_behind(shared) and shared < min(self.asked, other.tokens.size)
+        return other.answers_behind(shared) and shared < min(self.asked, size)
 
     def answers_behind(self, shared: int) -> bool:
         """Whether all behind the first `shared` tokens is an answer, or opens one."""
         return shared >= self.asked - _OPENING
+
+
+_SIZE = attrgetter("size")
+_WORTH = attrgetter("worth")
 
 
 class PromptIndex:
@@ -115,7 +164,6 @@ class PromptIndex:
     Args:
         most_bytes: beyond these the entries of least worth are dropped; 0 keeps none.
         cuts: KV caches of the model can be cut back to any length.
-        worth: chooses the entry that goes; PromptWorth, unless given.
 
     Attributes:
         bytes: of all cached prompts.
@@ -125,9 +173,7 @@ class PromptIndex:
         changes: a counter of changes of the entries: the result of `find` is valid until it grows.
     """
 
-    def __init__(
-        self, most_bytes: int, *, cuts: bool = True, worth: Eviction | None = None
-    ) -> None:
+    def __init__(self, most_bytes: int, *, cuts: bool = True) -> None:
         self.bytes = 0
         self.late = False
         self.room: Callable[[int], bool] | None = None
@@ -135,52 +181,63 @@ class PromptIndex:
         self._dropped: list[int] = []
         self._most_bytes = most_bytes
         self._cuts = cuts
-        self._promised: dict[int, _Entry] = {}
-        self._reserved: dict[int, int] = {}  # tokens of entries that come from disk
-        self._entries: dict[int, _Entry] = {}
-        self._alike: defaultdict[Beginning, list[_Entry]] = defaultdict(list)
-        self._worth = PromptWorth() if worth is None else worth
+        self._promised: dict[int, Entry] = {}
+        self._entries: dict[int, Entry] = {}  # the one cached or used last comes last
+        self._alike: defaultdict[Beginning, list[Entry]] = defaultdict(list)
+        self._floor = 0.0
         self._number = 0
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def find(self, tokens: Tokens, steering: Steering | None = None) -> tuple[int | None, int]:
-        """Find the entry with the longest prefix of `tokens`. Returns its number and the length of
-        the prefix; None and 0 if there is none.
+    def find(
+        self,
+        tokens: Tokens,
+        steering: Steering | None = None,
+        rows: Callable[[Beginning], Iterable[tuple[int, Tokens]]] | None = None,
+    ) -> Source:
+        """Find what holds the longest prefix of `tokens`.
 
         Promised entries count: in each plan rows are freed, and cached, before prompts are read. So
         a client that hangs up and asks again at once finds its prompt cached.
+
+        Args:
+            tokens: of a prompt.
+            steering: of its row.
+            rows: lists the running rows whose texts begin so, and the tokens that their KV caches
+                hold and can be cut back to.
         """
-        if tokens.size < LEAST or not (self._entries or self._promised):
-            return None, 0
-        best, most = None, 0
+        best = Source()
+        if tokens.size < LEAST:
+            return best
         beginning = find_beginning(tokens, steering)
-        promised = [each for each in self._promised.values() if each.beginning == beginning]
+        promised = [
+            each
+            for each in self._promised.values()
+            if each.beginning == beginning and not each.fetched
+        ]
         # Of several that share as much, the shortest: it is the least to copy.
-        for entry in sorted([*self._alike.get(beginning, ()), *promised], key=_size):
-            # One that shares more has the same token behind what the best one shares.
-            size = min(entry.tokens.size, tokens.size)
-            if size <= most or entry.tokens[most] != tokens[most]:
-                continue
-            shared = common_prefix(entry.tokens, tokens)
-            if shared > most and (entry.cuts or shared == entry.tokens.size):
-                best, most = entry.number, shared
-        return best, most
+        for entry in sorted([*self._alike.get(beginning, ()), *promised], key=_SIZE):
+            shared = _share_more(entry.tokens, tokens, best.tokens)
+            if shared > best.tokens and (entry.cuts or shared == entry.size):
+                best = Source(entry=entry.number, tokens=shared)
+        for row, held in () if rows is None else rows(beginning):
+            shared = _share_more(held, tokens, best.tokens)
+            if shared > best.tokens and shared >= LEAST:
+                best = Source(row=row, tokens=shared)
+        return best
 
     def begins(self, beginning: Beginning) -> bool:
         """Whether there is a cached prompt with this beginning."""
         return beginning in self._alike
 
-    def holds(self, tokens: Tokens, steering: Steering | None = None) -> bool:
-        """Whether all of a text is cached, or promised, so that it need not be cached again."""
-        return self.find(tokens, steering)[1] == tokens.size
-
     def use(self, number: int, tokens: int) -> None:
         """Note that a prompt begins with the entry now, which saves reading so many tokens."""
         # One that is promised has no worth yet; what goes on from it is there soon, and has.
-        if number in self._entries:
-            self._worth.use(number, tokens)
+        if (entry := self._entries.pop(number, None)) is not None:
+            self._entries[number] = entry
+            entry.floor = self._floor
+            entry.uses.append(tokens)
 
     def move_out(self, number: int, tokens: int) -> tuple[int, ...] | None:
         """Take an entry out of the prompt cache for a row that begins with its first `tokens`, if
@@ -192,7 +249,23 @@ class PromptIndex:
         entry = self._entries.get(number)
         if entry is None or not entry.cuts or not entry.answers_behind(tokens):
             return None
-        return self._drop(entry)
+        self._drop(entry)
+        return tuple(entry.uses)
+
+    def bytes_of(self, number: int) -> int:
+        """Bytes of a cached prompt; 0 if the runner has yet to keep it."""
+        return self._entries[number].bytes if number in self._entries else 0
+
+    def has(self, number: int) -> bool:
+        """Whether there is an entry of this number, and not only a promise."""
+        return number in self._entries
+
+    # An entry comes.
+
+    @property
+    def promised(self) -> list[int]:
+        """The number of tokens of each promised entry."""
+        return [entry.size for entry in self._promised.values()]
 
     def wants(self, tokens: int) -> bool:
         """Whether a KV cache of so many tokens is worth caching, and there is memory for it. It
@@ -200,15 +273,23 @@ class PromptIndex:
         wanted = tokens >= LEAST and self._most_bytes > 0
         return wanted and (self.room is None or self.room(tokens))
 
-    def bytes_of(self, number: int) -> int:
-        """Bytes of a cached prompt; 0 if the runner has yet to keep it."""
-        return self._entries[number].bytes if number in self._entries else 0
-
-    @property
-    def promised(self) -> list[int]:
-        """The number of tokens of each promised entry."""
-        kept = [entry.tokens.size for entry in self._promised.values()]
-        return [*kept, *self._reserved.values()]
+    def plan_keep(
+        self,
+        tokens: Tokens,
+        steering: Steering | None,
+        *,
+        asked: int | None = None,
+        lasting: bool = False,
+        uses: Iterable[int] = (),
+    ) -> Keep | None:
+        """Promise an entry, if it is wanted: not, where another holds all of its tokens. A
+        checkpoint is wanted then, too. For the arguments see `promise`."""
+        if not lasting and self.find(tokens, steering).tokens == tokens.size:
+            return None
+        if not self.wants(tokens.size):
+            return None
+        number = self.promise(tokens, steering, asked=asked, lasting=lasting, uses=uses)
+        return Keep(number, tokens.size)
 
     def promise(
         self,
@@ -217,67 +298,106 @@ class PromptIndex:
         *,
         asked: int | None = None,
         lasting: bool = False,
-        uses: tuple[int, ...] = (),
+        uses: Iterable[int] = (),
+        fetched: bool = False,
     ) -> int:
-        """Promise an entry that the runner is to cache. Returns its number.
-
-        Args:
-            tokens: that it will hold.
-            steering: of its row.
-            asked: how many of them a client gave; all, unless given. The others are an answer.
-            lasting: it ends at a checkpoint, and not where a prompt or an answer ended.
-            uses: of the entry whose place it takes.
-        """
+        """Promise an entry that the runner is to cache. Returns its number. `confirm` follows. For
+        the arguments see Entry; all tokens are `asked`, unless given."""
         self._number += 1
-        asked = tokens.size if asked is None else min(asked, tokens.size)
-        entry = _Entry(
-            self._number, tokens, steering, asked=asked, lasting=lasting, cuts=self._cuts
+        self._promised[self._number] = Entry(
+            self._number,
+            tokens,
+            steering,
+            asked=tokens.size if asked is None else min(asked, tokens.size),
+            lasting=lasting,
+            cuts=self._cuts,
+            uses=uses,
+            fetched=fetched,
         )
-        entry.uses = uses
-        self._promised[self._number] = entry
         self.changes += 1
         return self._number
 
-    def confirm(self, promised: Sequence[int], kept: Sequence[KeptPrompt]) -> None:
-        """Turn promised entries into cached ones, if the runner has kept them; drop the others."""
+    def confirm(
+        self, promised: Iterable[int], kept: Sequence[KeptPrompt], tokens: int | None = None
+    ) -> None:
+        """Turn promised entries into cached ones, if the runner has kept them; drop the others.
+
+        Args:
+            promised: their numbers.
+            kept: the KV caches that the runner has kept.
+            tokens: that these hold, if they are not all that were promised.
+        """
         for number in promised:
             entry = self._promised.pop(number)
             self.changes += 1
             for prompt in kept:
                 if prompt.entry == number:
                     entry.bytes, entry.cuts = prompt.bytes, prompt.cuts
+                    entry.tokens = entry.tokens[:tokens]
+                    entry.asked = min(entry.asked, entry.size)
                     self._put(entry)
 
-    def reserve(self, tokens: int) -> int:
-        """Reserve memory for an entry of so many tokens, which is fetched from disk. Returns its
-        number. `put_fetched` or `cancel` follows."""
-        self._number += 1
-        self._reserved[self._number] = tokens
-        return self._number
+    def _put(self, entry: Entry) -> None:
+        alike = [*self._alike.get(entry.beginning, ())]
+        if entry.bytes > self._most_bytes or any(old.covers(entry) for old in alike):
+            self._dropped.append(entry.number)
+            return
+        entry.floor = self._floor
+        older = self._find_older(entry, alike)
+        # The first to go on from a prompt is its next turn. Others branch off.
+        if older is not None and older.expected:
+            entry.uses = deque([*older.uses, *entry.uses], _MOST_USES)
+            older.uses.clear()
+            older.expected = 0.0
+        self._supersede(entry, alike)
+        self._entries[entry.number] = entry
+        self._alike[entry.beginning].append(entry)
+        self.bytes += entry.bytes
+        self.changes += 1
+        while self.bytes > self._most_bytes or len(self._entries) > _MOST_ENTRIES:
+            self._evict()
 
-    def cancel(self, number: int) -> None:
-        """Give back what was reserved for an entry: it could not be fetched."""
-        self._reserved.pop(number, None)
+    def _find_older(self, entry: Entry, alike: Iterable[Entry]) -> Entry | None:
+        """Return the longest entry with which this one begins: the earlier state of the same chat.
 
-    def put_fetched(self, tokens: Tokens, prompt: KeptPrompt) -> None:
-        """Add an entry that was fetched from disk. Prompts on disk have no steering."""
-        self.cancel(prompt.entry)
-        entry = _Entry(
-            prompt.entry, tokens, None, asked=tokens.size, lasting=False, cuts=prompt.cuts
-        )
-        entry.bytes = prompt.bytes
-        self._put(entry)
+        None if there is none. None as well if the only one is a checkpoint: many chats share their
+        first checkpoint (the system message), so it does not show that the chat is the same.
+        """
+        states = sorted(filter(entry.begins_with, alike), key=_SIZE)
+        if not states or (states[-1].lasting and len(states) == 1):
+            return None
+        return states[-1]
 
-    def has(self, number: int) -> bool:
-        """Whether there is an entry of this number, and not only a promise."""
-        return number in self._entries
+    def _supersede(self, entry: Entry, alike: Iterable[Entry]) -> None:
+        """Drop the entries that are of little use beside a new one, which has their uses.
+
+        Args:
+            entry: the new one.
+            alike: the others whose first tokens are the same.
+        """
+        covered = [old for old in alike if entry.covers(old)]
+        others = [old for old in alike if old not in covered]
+        states = sorted(filter(entry.begins_with, others), key=_SIZE)
+        others = [old for old in others if old not in states]
+        checkpoints = [old.size for old in states if old.lasting]
+        outdated = [old for old in others if entry.outdates(old, checkpoints)]
+        others = [old for old in others if old not in outdated]
+        superseded = [
+            old
+            for old in ([] if entry.cuts else find_superseded(states))
+            # One that another chat goes on from is of use to that.
+            if not any(other.begins_with(old) for other in others)
+        ]
+        for old in (*covered, *outdated, *superseded):
+            self._drop(old)
+            entry.uses.extend(old.uses)
+
+    # An entry goes.
 
     def drop_prefixes(self, tokens: Tokens, steering: Steering | None = None) -> None:
         """Drop the entries that are prefixes of these tokens."""
-        if tokens.size < LEAST or not self._entries:
-            return
         for entry in [*self._alike.get(find_beginning(tokens, steering), ())]:
-            if common_prefix(entry.tokens, tokens) == entry.tokens.size:
+            if common_prefix(entry.tokens, tokens) == entry.size:
                 self._drop(entry)
 
     def drop(self, number: int) -> None:
@@ -295,7 +415,7 @@ class PromptIndex:
         """
         before = self.bytes
         while self._entries and before - self.bytes < bytes:
-            self.drop(self._worth.choose())
+            self._evict()
         return before - self.bytes
 
     def clear(self) -> None:
@@ -313,62 +433,13 @@ class PromptIndex:
         dropped, self._dropped = tuple(self._dropped), []
         return dropped
 
-    def _put(self, entry: _Entry) -> None:
-        alike = self._alike.get(entry.beginning, ())
-        if entry.bytes > self._most_bytes or any(old.covers(entry) for old in alike):
-            self._dropped.append(entry.number)
-            return
-        parent = self._find_parent(entry, alike)
-        self._worth.add(entry.number, entry.tokens.size, entry.bytes, parent)
-        for tokens in entry.uses:
-            self._worth.use(entry.number, tokens)
-        if alike:
-            self._supersede(entry, [*alike])
-        self._entries[entry.number] = entry
-        self._alike[entry.beginning].append(entry)
-        self.bytes += entry.bytes
-        self.changes += 1
-        while self.bytes > self._most_bytes or len(self._entries) > _MOST_ENTRIES:
-            self.drop(self._worth.choose())
+    def _evict(self) -> None:
+        """Drop the entry of least worth; of several, the one used longest ago."""
+        entry = min(self._entries.values(), key=_WORTH)
+        self._floor = max(self._floor, entry.worth)
+        self._drop(entry)
 
-    def _find_parent(self, entry: _Entry, alike: Iterable[_Entry]) -> int | None:
-        """Return the number of the longest entry with which this one begins: the earlier state of
-        the same chat.
-
-        None if there is none. None as well if the only one is a checkpoint: many chats share their
-        first checkpoint (the system message), so it does not show that the chat is the same.
-        """
-        chain = sorted(filter(entry.begins_with, alike), key=_size)
-        if not chain or (chain[-1].lasting and len(chain) == 1):
-            return None
-        return chain[-1].number
-
-    def _supersede(self, entry: _Entry, alike: list[_Entry]) -> None:
-        """Drop the entries that are of little use beside a new one.
-
-        Args:
-            entry: the new one.
-            alike: the others whose first tokens are the same.
-        """
-        for old in [old for old in alike if entry.covers(old)]:
-            alike.remove(old)
-            self._drop(old, heir=entry)
-        chain = [old for old in alike if entry.begins_with(old)]
-        chain.sort(key=_size)
-        others = [old for old in alike if old not in chain]
-        checkpoints = [old.tokens.size for old in chain if old.lasting]
-        for old in [old for old in others if entry.outdates(old, checkpoints)]:
-            others.remove(old)
-            self._drop(old, heir=entry)
-        if entry.cuts:
-            return
-        for place in find_superseded([Link(old.tokens.size, old.lasting) for old in chain]):
-            # One that another chat goes on from is of use to that.
-            if not any(other.begins_with(chain[place]) for other in others):
-                self._drop(chain[place], heir=entry)
-
-    def _drop(self, entry: _Entry, heir: _Entry | None = None) -> tuple[int, ...]:
-        """Drop an entry. Returns its uses, which `heir` has from now on."""
+    def _drop(self, entry: Entry) -> None:
         del self._entries[entry.number]
         self._alike[entry.beginning].remove(entry)
         if not self._alike[entry.beginning]:
@@ -376,11 +447,35 @@ class PromptIndex:
         self.bytes -= entry.bytes
         self.changes += 1
         self._dropped.append(entry.number)
-        return self._worth.remove(entry.number, None if heir is None else heir.number)
 
 
-def _size(entry: _Entry) -> int:
-    return entry.tokens.size
+def find_superseded(states: Sequence[Entry]) -> list[Entry]:
+    """Find the cached prompts of a chat that are of little use beside a longer one.
+
+    The last two ends of prompts and answers stay, for one who edits the last message or asks
+    again. So do six checkpoints: the shortest, which other chats share, the two longest, and
+    those between them that are farthest apart.
+
+    Args:
+        states: prompts that each begin with the one before it, and with which the new one begins.
+    """
+    ends = [state for state in states if not state.lasting]
+    lasting = [state for state in states if state.lasting]
+    gone = ends[:-_MOST_ENDS]
+    while len(lasting) > _MOST_LASTING:
+        inner = range(1, len(lasting) - 2)
+        least = min(inner, key=lambda i: lasting[i + 1].size - lasting[i - 1].size)
+        gone.append(lasting.pop(least))
+    return sorted(gone, key=_SIZE)
+
+
+def _share_more(one: Tokens, other: Tokens, most: int) -> int:
+    """The length of the longest common prefix, if it is more than `most`; else any number up to
+    that. Both begin with the same `most` tokens."""
+    # One that shares more has the same token behind these.
+    if min(one.size, other.size) <= most or one[most] != other[most]:
+        return 0
+    return common_prefix(one, other)
 
 
 def find_beginning(tokens: Tokens, steering: Steering | None) -> Beginning:

@@ -20,7 +20,7 @@ or nobody else waits.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from operator import attrgetter
 
 import numpy as np
@@ -28,10 +28,9 @@ import numpy as np
 from mlxsrv.engine.outcomes import TextFacts
 from mlxsrv.engine.scheduling.checkpoints import WORTH, choose_checkpoints, widest_part
 from mlxsrv.engine.scheduling.groups import STEP, Groups
-from mlxsrv.engine.scheduling.prompt_index import PromptIndex, Tokens
+from mlxsrv.engine.scheduling.prompt_index import Beginning, PromptIndex, Source, Tokens
 from mlxsrv.engine.scheduling.reading import Reading
-from mlxsrv.engine.scheduling.row import Row, RowState, Source
-from mlxsrv.engine.scheduling.sources import Sources
+from mlxsrv.engine.scheduling.row import Row, RowState
 
 _MOST_BEGUN = 16
 
@@ -61,7 +60,7 @@ class PromptQueue:
         self.watched = False
         self._facts = facts
         self._index = index
-        self._sources = Sources(facts, index, groups)
+        self._groups = groups
         self._oldest_is_next = False
         self._most_begun = _MOST_BEGUN
 
@@ -148,8 +147,7 @@ class PromptQueue:
 
     def open(self, row: Row) -> Reading:
         """Make a reading of the text of a row that is recovering from a fault."""
-        entry, tokens = self._index.find(row.text[:-1], row.job.steering)
-        return Reading([row], Source(entry=entry, tokens=tokens))
+        return Reading([row], self._index.find(row.text[:-1], row.job.steering))
 
     def _choose(self, first: Sequence[Row], limit: int) -> Row | Reading | None:
         for reading in self.begun:
@@ -208,7 +206,7 @@ class PromptQueue:
             row.enter(RowState.PREFILLING)
             self.waiting.remove(row)
         source_bytes = self.source_bytes(head)
-        uses = self._sources.move_out(source, self.waiting)
+        uses = self._move_out(source)
         head.uses = head.uses if uses is None else uses
         return Reading(rows, source, moved=uses is not None, source_bytes=source_bytes)
 
@@ -221,8 +219,40 @@ class PromptQueue:
         return [row for row in among if row is not head and same_prompt(row, head)][:most]
 
     def find_source(self, row: Row) -> Source:
-        """Find the source of most use to a row whose text is to be read."""
-        return Source() if self.reads_anew(row) else self._sources.find(row, self.begun)
+        """Find the source of most use to a row whose text is to be read. The row remembers it until
+        cached prompts or running rows have changed."""
+        if self.reads_anew(row):
+            return Source()
+        version: tuple[int, ...] = (self._index.changes,)
+        if self._facts.cuts:
+            version += (self._groups.changes, *[each.done for each in self.begun])
+        if row.source_version != version:
+            rows = self._list_held if self._facts.cuts else None
+            row.source = self._index.find(row.text[:-1], row.job.steering, rows)
+            row.source_version = version
+        return row.source
+
+    def _list_held(self, beginning: Beginning) -> Iterator[tuple[int, Tokens]]:
+        """The rows whose texts begin so, and the tokens of these that their KV caches hold."""
+        for row in [row for row in self._groups.rows if row.beginning == beginning]:
+            yield row.id, row.prompt[:-1]
+        for reading in self.begun:
+            if reading.opened and reading.beginning == beginning:
+                yield reading.rows[0].id, reading.text[: reading.done]
+
+    def _move_out(self, source: Source) -> tuple[int, ...] | None:
+        """Move a cached prompt to the row that begins with it, without a copy, if two things hold:
+        the row shares all of it but an answer, and no other that waits begins with it as well. When
+        the row ends, its longer text is cached.
+
+        Returns:
+            Its uses, which the row's own text inherits when it is cached; None if it is not moved.
+        """
+        entry = source.entry
+        waited_for = any(row.source.entry == entry for row in self.waiting)
+        if entry is None or not self._facts.cuts or waited_for:
+            return None
+        return self._index.move_out(entry, source.tokens)
 
     def source_bytes(self, row: Row) -> int:
         """Bytes of the cached prompt that a waiting row goes on from; 0 if there is none."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mlxsrv.engine.scheduling.prompt_index import Tokens, find_beginning
-from mlxsrv.engine.scheduling.row import Row, Source
+from mlxsrv.engine.scheduling.prompt_index import Source, Tokens, find_beginning
+from mlxsrv.engine.scheduling.row import Row
 
 
 class Reading:

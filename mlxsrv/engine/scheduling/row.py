@@ -12,12 +12,11 @@ from __future__ import annotations
 from enum import Enum
 from zlib import crc32
 
-import msgspec
 import numpy as np
 
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.outcomes import Fault
-from mlxsrv.engine.scheduling.prompt_index import Tokens, as_tokens, find_beginning
+from mlxsrv.engine.scheduling.prompt_index import Source, Tokens, as_tokens, find_beginning
 from mlxsrv.engine.scheduling.prompt_lookup import PromptLookup
 from mlxsrv.generation.outputs import FinishReason
 from mlxsrv.states import follow
@@ -87,15 +86,6 @@ _QUEUED, _RECOVERING = RowState.QUEUED, RowState.RECOVERING
 _ENDED, _BROKEN = RowState.ENDED, RowState.BROKEN
 
 
-class Source(msgspec.Struct, frozen=True):
-    """The beginning that a text goes on from: so many tokens of a cached prompt, its `entry`, or of
-    what another `row` holds; or nothing."""
-
-    entry: int | None = None
-    row: int | None = None
-    tokens: int = 0
-
-
 class Incident:
     """A work item that failed, shared by the rows that were in it.
 
@@ -136,7 +126,7 @@ class Row:
         reported: how many of its first tokens' activations were sent.
         lookup: finds proposals in its text; None until it was asked for some.
         source: of most use to it, when that was last looked up.
-        source_version: what there was to go on from then; see `Sources`.
+        source_version: what there was to go on from then.
     """
 
     __slots__ = (

@@ -320,13 +320,11 @@ class RowBook:
         return items
 
     def _plan_release(self, ended: _EndedRow) -> FreedRow:
-        text = ended.text
-        if text is None or self.index.holds(text, ended.steering):
+        if ended.text is None:
             return FreedRow(ended.row)
-        if not self.index.wants(text.size):
-            return FreedRow(ended.row)
-        entry = self.index.promise(text, ended.steering, asked=ended.asked, uses=ended.uses)
-        return FreedRow(ended.row, Keep(entry, text.size))
+        asked, uses = ended.asked, ended.uses
+        keep = self.index.plan_keep(ended.text, ended.steering, asked=asked, uses=uses)
+        return FreedRow(ended.row, keep)
 
     def settle_admission(self, work: Admit, outcome: Outcome) -> None:
         """Send events of the jobs that are admitted, and of those that are not."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mlxsrv.engine.outcomes import TextFacts
-from mlxsrv.engine.plans import Keep, Span
+from mlxsrv.engine.plans import Span
 from mlxsrv.engine.scheduling.pace import LEAST_SLICE, Pace
 from mlxsrv.engine.scheduling.prompt_index import PromptIndex
 from mlxsrv.engine.scheduling.prompt_queue import PromptQueue
@@ -75,10 +75,10 @@ class SpanMaker:
     def _make(
         self, reading: Reading, end: int, *, kept: bool, joins: bool, lasting: bool = False
     ) -> Span:
-        keep, text = None, reading.text[:end]
-        kept = kept and self._index.wants(end)
-        if kept and (lasting or not self._index.holds(text, reading.steering)):
-            keep = Keep(self._index.promise(text, reading.steering, lasting=lasting), end)
+        keep = None
+        if kept:
+            text, steering = reading.text[:end], reading.steering
+            keep = self._index.plan_keep(text, steering, lasting=lasting)
         return Span(
             rows=tuple([row.id for row in reading.rows]),
             begin=reading.done,

@@ -220,7 +220,7 @@ class StoreSchedule:
     def _begin(self, fetch: Fetch) -> WorkItem:
         row = fetch.rows[0]
         fetch.enter(FetchState.READING)
-        fetch.entry = self._index.reserve(fetch.text.size)
+        fetch.entry = self._index.promise(fetch.text, fetched=True)
         known = self._queue.find_source(row).tokens
         estimate = self._pace.estimate(fetch.tokens - known)
         seconds = _LONGEST_FETCH if estimate is None else max(estimate, _LEAST_FETCH)
@@ -263,19 +263,19 @@ class StoreSchedule:
         done = outcome.done if isinstance(outcome.done, Restored) else Restored(over=True)
         if not done.over or not self._fetches:
             return
-        fetch = self._fetches[0]
         if done.prompt is not None:
-            self._index.put_fetched(fetch.text[: fetch.read], done.prompt)
             self._counts["hits"] += 1
-            self._counts["hit_tokens"] += fetch.read
-        self._end_fetch()
+            self._counts["hit_tokens"] += self._fetches[0].read
+        self._end_fetch(done.prompt)
 
-    def _end_fetch(self) -> None:
-        """Have the rows of the first fetch wait to be read, from what there is."""
+    def _end_fetch(self, prompt: KeptPrompt | None = None) -> None:
+        """Have the rows of the first fetch wait to be read, from what there is; `prompt` is what
+        was fetched, if it can be used."""
         fetch = self._fetches.popleft()
         fetch.enter(FetchState.OVER)
         if fetch.entry is not None:
-            self._index.cancel(fetch.entry)
+            kept = () if prompt is None else (prompt,)
+            self._index.confirm([fetch.entry], kept, tokens=fetch.read)
         self._queue.put_back(row for row in fetch.rows if not row.ended)
 
     def _find(self, row: Row, tokens: int) -> Fetch | None:

@@ -27,7 +27,7 @@ from mlxsrv.formats.safetensors import Tensor
 VERSION = 2
 """The version of these files, and of how KV caches are laid out in them."""
 
-NODE = 128
+NODE = 64
 """Tokens of a node of a KV cache that can be cut."""
 
 SUFFIX = ".safetensors"

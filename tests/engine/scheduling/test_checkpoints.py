@@ -21,8 +21,14 @@ from mlxsrv.engine.scheduling.checkpoints import (
     choose_checkpoints,
     widest_part,
 )
-from mlxsrv.engine.scheduling.prompt_index import LEAST, PromptIndex, as_tokens
-from mlxsrv.engine.scheduling.superseding import Link, find_superseded
+from mlxsrv.engine.scheduling.prompt_index import (
+    LEAST,
+    Entry,
+    PromptIndex,
+    Source,
+    as_tokens,
+    find_superseded,
+)
 from mlxsrv.generation.parameters import Sampling
 from tests.support.fake_device import FACTS, FakeDevice
 from tests.support.scheduling import MODEL, Bench, make, prompt
@@ -90,9 +96,10 @@ def test_a_widest_part() -> None:
     assert widest_part(10, (20, 50, 70)) == 30
 
 
-def link(tokens: int) -> Link:
-    """Return a link that is a checkpoint if it ends at a round number."""
-    return Link(tokens, tokens % 100 == 0)
+def state(size: int) -> Entry:
+    """An entry that is a checkpoint if it ends at a round number."""
+    tokens = as_tokens(range(size))
+    return Entry(size, tokens, asked=size, lasting=size % 100 == 0, cuts=False)
 
 
 @pytest.mark.parametrize(
@@ -108,9 +115,8 @@ def link(tokens: int) -> Link:
     ],
 )
 def test_old_ones_of_a_chat_are_superseded(chain: list[int], left: list[int]) -> None:
-    links = [link(tokens) for tokens in chain]
-    gone = find_superseded(links)
-    assert [each.tokens for place, each in enumerate(links) if place not in gone] == left
+    gone = {each.size for each in find_superseded([state(size) for size in chain])}
+    assert [size for size in chain if size not in gone] == left
 
 
 # The index.
@@ -131,8 +137,8 @@ def test_a_growing_chat_keeps_a_bounded_number_of_prompts() -> None:
         keep(index, 200 * turn + 90, asked=200 * turn + 8)
     assert len(index) <= 6 + 2 + 1
     whole = as_tokens(range(100_000))
-    assert index.find(whole[:300])[1] == 200, "the shortest"
-    assert index.find(whole)[1] == 200 * 39 + 90, "the longest"
+    assert index.find(whole[:300]).tokens == 200, "the shortest"
+    assert index.find(whole).tokens == 200 * 39 + 90, "the longest"
 
 
 def test_what_other_chats_go_on_from_stays() -> None:
@@ -143,8 +149,9 @@ def test_what_other_chats_go_on_from_stays() -> None:
     index.confirm([number], [KeptPrompt(number, 10, cuts=False)])
     for size in (200, 300, 400, 500):
         keep(index, size)
-    assert index.find(as_tokens(range(150))) == (first, 100)
-    assert index.find(as_tokens(range(250))) == (first, 100), "one that nobody else goes on from"
+    assert index.find(as_tokens(range(150))) == Source(first, tokens=100)
+    gone = "one that nobody else goes on from"
+    assert index.find(as_tokens(range(250))) == Source(first, tokens=100), gone
 
 
 @pytest.mark.parametrize("cuts", [True, False])
@@ -161,8 +168,8 @@ def test_an_answer_that_the_client_has_not_taken_up_is_outdated(cuts: bool) -> N
     put([*asked, 600, 601, 602], 100)
     assert len(index) == 2, "two answers to one question"
     put([*asked, 500, 501, 700, 701], 104)
-    assert index.find(as_tokens([*asked, 600, 601, 602, 9]))[1] == (100 if cuts else 0)
-    assert index.find(as_tokens([*asked, 500, 501, 502, 9]))[1] == (102 if cuts else 0)
+    assert index.find(as_tokens([*asked, 600, 601, 602, 9])).tokens == (100 if cuts else 0)
+    assert index.find(as_tokens([*asked, 500, 501, 502, 9])).tokens == (102 if cuts else 0)
     put([*asked[:60], *range(800, 900)], 160)
     assert len(index) == 2, "another question"
 

@@ -14,6 +14,7 @@ from mlxsrv.engine.scheduling import prompt_index
 from mlxsrv.engine.scheduling.prompt_index import (
     LEAST,
     PromptIndex,
+    Source,
     Tokens,
     as_tokens,
     common_prefix,
@@ -53,9 +54,9 @@ def keep(
 def test_an_entry_that_can_be_cut_is_of_use_as_far_as_it_is_shared() -> None:
     index = PromptIndex(BYTES)
     entry = keep(index, prompt(200))
-    assert index.find(np.concatenate([prompt(100), prompt(50, 1000)])) == (entry, 100)
-    assert index.find(prompt(300)) == (entry, 200)
-    assert index.find(prompt(300, 5000)) == (None, 0)
+    assert index.find(np.concatenate([prompt(100), prompt(50, 1000)])) == Source(entry, tokens=100)
+    assert index.find(prompt(300)) == Source(entry, tokens=200)
+    assert index.find(prompt(300, 5000)) == Source()
 
 
 def test_of_many_that_begin_alike_few_are_compared_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,24 +72,24 @@ def test_of_many_that_begin_alike_few_are_compared_whole(monkeypatch: pytest.Mon
     begin = prompt(5000)
     entries = [keep(index, np.concatenate([begin, prompt(9, 6000 + 10 * n)])) for n in range(50)]
     asked = np.concatenate([begin, prompt(5, 6000 + 10 * 30)])
-    assert index.find(asked) == (entries[30], 5005)
+    assert index.find(asked) == Source(entries[30], tokens=5005)
     assert compared <= 3
 
 
 def test_one_that_cannot_be_cut_serves_only_prompts_that_begin_with_all_of_it() -> None:
     index = PromptIndex(BYTES)
     entry = keep(index, prompt(100), cuts=False)
-    assert index.find(prompt(99)) == (None, 0)
-    assert index.find(np.concatenate([prompt(90), prompt(50, 1000)])) == (None, 0)
-    assert index.find(prompt(120)) == (entry, 100)
+    assert index.find(prompt(99)) == Source()
+    assert index.find(np.concatenate([prompt(90), prompt(50, 1000)])) == Source()
+    assert index.find(prompt(120)) == Source(entry, tokens=100)
 
 
 def test_an_entry_is_for_prompts_that_are_steered_alike() -> None:
     index = PromptIndex(BYTES)
     steering = Steering(attachment=1, values=((3, 2.0),))
     entry = keep(index, prompt(100), steering=steering)
-    assert index.find(prompt(100)) == (None, 0)
-    assert index.find(prompt(100), steering) == (entry, 100)
+    assert index.find(prompt(100)) == Source()
+    assert index.find(prompt(100), steering) == Source(entry, tokens=100)
 
 
 def test_what_a_longer_entry_covers_is_dropped_only_if_it_can_be_cut() -> None:
@@ -107,8 +108,8 @@ def test_short_beginnings_are_not_kept_nor_looked_for() -> None:
     assert not index.wants(LEAST - 1)
     assert index.wants(LEAST)
     entry = keep(index, prompt(LEAST))
-    assert index.find(prompt(LEAST - 1)) == (None, 0)
-    assert index.find(prompt(LEAST)) == (entry, LEAST)
+    assert index.find(prompt(LEAST - 1)) == Source()
+    assert index.find(prompt(LEAST)) == Source(entry, tokens=LEAST)
 
 
 def test_the_least_recently_used_go_first() -> None:
@@ -118,8 +119,8 @@ def test_the_least_recently_used_go_first() -> None:
     keep(index, prompt(100, 9000))
     assert index.bytes == 300
     assert index.take_dropped() == (entries[1],)
-    assert index.find(prompt(100)) == (entries[0], 100)
-    assert index.find(prompt(100, 1000)) == (None, 0)
+    assert index.find(prompt(100)) == Source(entries[0], tokens=100)
+    assert index.find(prompt(100, 1000)) == Source()
 
 
 def test_an_entry_larger_than_all_that_may_be_kept_drops_no_other() -> None:
@@ -127,7 +128,7 @@ def test_an_entry_larger_than_all_that_may_be_kept_drops_no_other() -> None:
     small = keep(index, prompt(100))
     large = keep(index, prompt(200, 1000), bytes=301)
     assert index.take_dropped() == (large,)
-    assert index.find(prompt(100)) == (small, 100)
+    assert index.find(prompt(100)) == Source(small, tokens=100)
 
 
 def test_of_a_growing_chat_the_newest_and_the_first_checkpoint_stay_longest() -> None:
@@ -140,7 +141,7 @@ def test_of_a_growing_chat_the_newest_and_the_first_checkpoint_stay_longest() ->
         keep(index, prompt(100, 1000 * (number + 1)))
         gone += index.take_dropped()
     assert gone == [older, system]
-    assert index.find(prompt(200)) == (newest, 200)
+    assert index.find(prompt(200)) == Source(newest, tokens=200)
 
 
 def test_what_an_entry_can_be_cut_back_to_is_not_kept_beside_it() -> None:
@@ -148,11 +149,11 @@ def test_what_an_entry_can_be_cut_back_to_is_not_kept_beside_it() -> None:
     whole = keep(index, prompt(200))
     part = keep(index, prompt(100))
     assert index.take_dropped() == (part,)
-    assert index.find(prompt(100)) == (whole, 100)
+    assert index.find(prompt(100)) == Source(whole, tokens=100)
     assert index.bytes == 100
     uncut = keep(index, prompt(200, 5000), cuts=False)
     keep(index, prompt(100, 5000), cuts=False)
-    assert index.find(prompt(250, 5000)) == (uncut, 200)
+    assert index.find(prompt(250, 5000)) == Source(uncut, tokens=200)
     assert len(index) == 3
 
 
@@ -169,7 +170,7 @@ def test_what_a_row_was_lent_comes_back_with_its_uses() -> None:
     index.take_dropped()
     others = [keep(index, prompt(100, 1000 * n)) for n in range(1, 4)]
     assert index.take_dropped() == (others[0],)
-    assert index.find(prompt(150)) == (grown, 150)
+    assert index.find(prompt(150)) == Source(grown, tokens=150)
 
 
 def test_no_row_is_lent_what_cannot_be_cut_back() -> None:
@@ -185,7 +186,9 @@ def test_of_several_that_share_as_much_the_shortest_is_found() -> None:
         keep(index, np.concatenate([begin, prompt(size, 1000 * size)])) for size in (70, 30, 50)
     ]
     for _ in range(2):
-        assert index.find(np.concatenate([begin, prompt(9, 9000)])) == (entries[1], 100)
+        assert index.find(np.concatenate([begin, prompt(9, 9000)])) == Source(
+            entries[1], tokens=100
+        )
         index.use(entries[1], 100)
 
 
@@ -202,18 +205,36 @@ def test_kept_prompts_give_way_to_so_many_bytes(wanted: int, free: int, stay: in
     assert (index.bytes, len(index)) == (300 - free, stay)
     assert index.take_dropped() == tuple(entries[: 3 - stay])
     assert (index.changes > changes) == (free > 0), "who was to go on from one looks again"
-    assert index.find(prompt(100, 9000)) == (promised, 100)
+    assert index.find(prompt(100, 9000)) == Source(promised, tokens=100)
 
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_what_is_promised_is_of_use_unless_it_could_not_be_kept(kept: bool) -> None:
     index = PromptIndex(BYTES)
     number = index.promise(prompt(100))
-    assert index.find(prompt(100)) == (number, 100)
+    assert index.find(prompt(100)) == Source(number, tokens=100)
     assert (len(index), index.bytes) == (0, 0)
     index.confirm([number], [KeptPrompt(number, 10, True)] if kept else [])
-    assert index.find(prompt(100)) == ((number, 100) if kept else (None, 0))
+    assert index.find(prompt(100)) == (Source(number, tokens=100) if kept else Source())
     assert index.bytes == (10 if kept else 0)
+
+
+def test_what_is_fetched_is_of_use_once_it_is_there() -> None:
+    index = PromptIndex(BYTES)
+    number = index.promise(prompt(100), fetched=True)
+    assert index.find(prompt(100)) == Source()
+    assert index.promised == [100]
+    index.confirm([number], [KeptPrompt(number, 10, True)], tokens=70)
+    assert index.find(prompt(100)) == Source(number, tokens=70)
+    assert index.promised == []
+
+
+def test_a_row_is_gone_on_from_where_it_shares_more() -> None:
+    index = PromptIndex(BYTES)
+    entry = keep(index, prompt(100))
+    held = [(7, prompt(200)), (8, prompt(300, 5000))]
+    assert index.find(prompt(150), rows=lambda _: held) == Source(row=7, tokens=150)
+    assert index.find(prompt(100), rows=lambda _: held) == Source(entry, tokens=100)
 
 
 def test_what_a_broken_row_began_from_is_dropped() -> None:
@@ -221,7 +242,7 @@ def test_what_a_broken_row_began_from_is_dropped() -> None:
     begun, other = keep(index, prompt(100), cuts=False), keep(index, prompt(100, 5000))
     index.drop_prefixes(prompt(150))
     assert index.take_dropped() == (begun,)
-    assert index.find(prompt(100, 5000)) == (other, 100)
+    assert index.find(prompt(100, 5000)) == Source(other, tokens=100)
 
 
 def test_no_bytes_keep_nothing() -> None:

@@ -32,7 +32,7 @@ class Disk:
         self.held = self.store.held
 
     def write(self, seed: int) -> StoreCounts:
-        handed = HandedCache({"0.0": np.ones((1, 2, NODE, 16), np.float32)}, {"0.0": 0}, None)
+        handed = HandedCache({"0.0": np.ones((1, 4, NODE, 16), np.float32)}, {"0.0": 0}, None)
         writing = self.store.write(text(seed), Transfer(handed=handed))
         while True:
             try:

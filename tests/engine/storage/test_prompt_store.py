@@ -146,7 +146,7 @@ KINDS = [
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_prompt_goes_on_as_if_it_had_been_read(tmp_path: Path, kind: str) -> None:
-    tokens = text(TOKENS + 90)
+    tokens = text(TOKENS + NODE - 1)
     cache = read(kind, tokens)
     Place(tmp_path, kind).write(tokens, cache)
     again = Place(tmp_path, kind)  # as another process finds the folder
@@ -195,7 +195,7 @@ def test_texts_share_the_nodes_that_they_begin_with(tmp_path: Path) -> None:
     assert place.write(one).files == 0
     assert place.write(other).files == 2
     assert place.store.count_stored(other) == TOKENS
-    assert place.store.count_stored(one[: NODE + 100]) == NODE
+    assert place.store.count_stored(one[: 2 * NODE - 1]) == NODE
     assert place.store.count_stored(text(seed=9)) == 0
 
 
