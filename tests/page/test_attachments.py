@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from playwright.sync_api import expect
 
 from tests.page.chatting import QUESTION, answers, ask, box, press, questions, setting
+from tests.page.conftest import Serve
 
 CHAT = "**/v1/chat/completions"
 LONG = "The sea is wide and deep. " * 100
@@ -115,3 +117,24 @@ def test_what_is_no_text_is_refused(page: Any, url: str) -> None:
     chat.evaluate(GIVE, ["drop", "dataTransfer", {"name": "a.png", "bytes": [137, 80, 0, 255]}])
     expect(page.locator("#note")).to_have_text("a.png is no text file")
     expect(attached(page)).to_have_count(0)
+
+
+def test_what_does_not_fit_is_told_before_it_is_sent(page: Any, serve: Serve) -> None:
+    with serve("--max-context", "500") as url:
+        page.goto(url)
+        told = page.get_by_text("Too long")
+        meter = page.locator(".meter")
+        assert box(page).evaluate(GIVE, ["paste", "clipboardData", LONG])
+        expect(told).to_have_text(re.compile(r"[\d,]+ tokens with this message, of 500\. "))
+        expect(meter).to_have_text(re.compile(r"^[\d,]+ of 500$"))
+        page.get_by_role("button", name="Remove Pasted text").click()
+        expect(told).to_be_hidden()
+        expect(meter).to_have_text("")
+        box(page).fill("word " * 399)  # less than is counted where there is room
+        expect(told).to_be_visible()
+        setting(page, "Other fields").fill("{")  # what cannot be sent is not counted
+        expect(told).to_be_hidden()
+        setting(page, "Other fields").fill("")
+        expect(told).to_be_visible()
+        box(page).fill("How are you?")
+        expect(told).to_be_hidden()

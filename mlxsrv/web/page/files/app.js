@@ -7,13 +7,7 @@ import { icon } from "./icons.js";
 import { Keys } from "./keys.js";
 import { Models } from "./models.js";
 
-/**
- * @typedef {{
- *   api: API, models: Models, announce(text: string, undo?: () => void): void, open(name: string): Promise<any>
- * }} Context what each view is given; `announce` shows a note, perhaps with a button; `open` gives a view, or undefined if it cannot
- *
- * The file of a view has its class, `View`: its `element` is shown, and then its `shown` called.
- */
+/** The file of a view has its class, `View`: its `element` is shown, and then its `shown` called. */
 
 const VIEWS = {
 	chat: { title: "Chat", load: () => import("./chat.js") },

@@ -72,6 +72,7 @@ export class Attachments {
 		};
 		this.element.replaceChildren(...this.files.map(chip));
 		this.element.hidden = this.files.length === 0;
+		this.chat.meter.draw();
 	}
 }
 

@@ -4,16 +4,11 @@
  */
 
 /**
- * @typedef {object} Block
- * @property {string} kind
- * @property {string} detail a heading's level, "whole" for a formula that has ended, a list's first number, what stands in the box of
- *   an item's task, a code's language, a cell's alignment; else ""
- * @property {number} begin where its first line begins in the text
- * @property {Block[]} children of a block that contains others
- * @property {string[]} lines of one that does not
- * @property {string} mark how a list's marks end; the fence of a code; what ends a formula
- * @property {number} indent the columns before what an item contains, or before a fence
- * @property {string[]} alignments of a table's columns
+ * @typedef {{ kind: string, detail: string, begin: number, children: Block[], lines: string[], mark: string, indent: number,
+ *   alignments: string[] }} Block with children or lines. `detail`: a heading's level, "whole" for a formula that has ended, a
+ *   list's first number, what is in the box of a task, a code's language, a cell's alignment. `begin`: of its first line in the
+ *   text. `mark`: how a list's marks end, the fence of a code, what ends a formula. `indent`: columns before an item's content or a
+ *   fence. `alignments`: of a table's columns
  */
 
 /** So deep may blocks be nested; marks beyond are text. */
@@ -170,10 +165,7 @@ class Reader {
 	}
 }
 
-/**
- * Find what of a line stands within an open block.
- * @returns {string | null} null if the block does not go on with this line
- */
+/** Find what of a line is within an open block. @returns {string | null} null if the block does not go on */
 function within({ kind, children, indent }, rest) {
 	const blank = rest.trim() === "";
 	switch (kind) {

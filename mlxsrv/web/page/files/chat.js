@@ -4,11 +4,11 @@ import { add, asRequest, branches, choose, newConversation, newId, path, upTo } 
 import { Attachments } from "./attachments.js";
 import { Chips } from "./chips.js";
 import { button, composes, download, el, errorLine, growing, onEnter, small, type } from "./dom.js";
-import { count } from "./figures.js";
 import { emptyAnswer } from "./generate.js";
 import { icon, iconButton } from "./icons.js";
 import { ConversationList } from "./list.js";
 import { viewOf } from "./message.js";
+import { Meter } from "./meter.js";
 import { chatBody, hasForm } from "./request.js";
 import { Runs } from "./runs.js";
 import { recall, remember } from "./session.js";
@@ -18,7 +18,7 @@ import { Store } from "./store.js";
 import { asFile, fromFile } from "./transfer.js";
 import { Welcome } from "./welcome.js";
 
-const NEAR = 40; // pixels from the end of the conversation that count as its end
+const NEAR = 40; // pixels from the end that count as the end
 
 export class View {
 	constructor(context) {
@@ -52,6 +52,7 @@ export class View {
 		this.heard = el("p.unseen", { role: "status" });
 		this.box = growing("textarea", { rows: 1, dir: "auto", placeholder: "Message", ariaLabel: "Message" });
 		this.box.addEventListener("input", () => this.keepDraft());
+		this.meter = new Meter(this);
 		this.chips = new Chips(this);
 		this.asked = el("p.line.asked", { role: "status", hidden: true });
 		this.looks = el("input", {
@@ -59,12 +60,11 @@ export class View {
 			onchange: () => this.changeSettings({ logprobs: this.looks.checked }),
 		});
 		const attach = el("span");
-		this.meter = el("small.meter");
 		this.sendButton = el("button.icon-button.main", { ariaLabel: "Send", title: "Send: Enter" }, icon("send"));
 		this.stopButton = iconButton("stop", "Stop", () => this.stop(), "icon-button main");
-		const tools = el("div.line", attach, this.chips.thinking, this.meter, this.sendButton, this.stopButton);
+		const tools = el("div.line", attach, this.chips.thinking, this.meter.element, this.sendButton, this.stopButton);
 		const form = onEnter(el("form.composer", this.box, tools), () => this.send());
-		const foot = el("div.foot", this.asked, this.chips.element, form);
+		const foot = el("div.foot", this.asked, this.meter.line, this.chips.element, form);
 		const bar = el(
 			"div.bar",
 			this.side.toggle,
@@ -205,6 +205,13 @@ export class View {
 
 	keepDraft() {
 		remember(this.draft.name, this.box.value, this.draft.lasting);
+		this.meter.draw();
+	}
+
+	/** The message that is written now. */
+	get said() {
+		const { files } = this.attachments;
+		return { role: "user", content: this.box.value, ...(files.length && { files }) };
 	}
 
 	async remove({ id }, place) {
@@ -276,6 +283,7 @@ export class View {
 		this.conversation = { ...conversation, settings: { ...conversation.settings, ...changes } };
 		if ("logprobs" in changes) this.draw();
 		this.chips.draw();
+		this.meter.draw();
 		if (conversation.messages.length) this.store.save(this.conversation);
 	}
 
@@ -291,8 +299,7 @@ export class View {
 	// Messages.
 
 	send() {
-		const content = this.box.value;
-		const { files } = this.attachments;
+		const { content, files = [] } = this.said;
 		if ((content.trim() === "" && files.length === 0) || this.runs.of(this.conversation.id)) return;
 		const last = path(this.conversation).at(-1);
 		const call = last && files.length === 0 && this.view(last).call;
@@ -303,10 +310,10 @@ export class View {
 	sendMessage(content) {
 		if (!this.settingsFit()) return;
 		const parent = path(this.conversation).at(-1)?.id ?? "";
-		const { files } = this.attachments;
+		const said = { ...this.said, content };
 		type(this.box, ""); // while it is the draft of what is shown
 		this.attachments.set([]);
-		this.ask(parent, { role: "user", content, ...(files.length && { files }) });
+		this.ask(parent, said);
 	}
 
 	/** Ask whether a text is what a tool returned: a message would leave the call without a result. */
@@ -406,7 +413,7 @@ export class View {
 		return this.views.get(reply.id);
 	}
 
-	/** Have screen readers say a finished answer. */
+	/** Have screen readers say an answer. */
 	hear({ answer: { content, calls, error } }) {
 		const called = calls.map(call => `Calls ${call.function.name}.`);
 		this.heard.textContent = error || ["Answer:", content, ...called].join(" ");
@@ -424,22 +431,11 @@ export class View {
 		for (const view of this.views.values()) view.place();
 		this.chips.draw();
 		this.welcome.element.hidden = shown.length > 0 || this.coming !== "";
-		this.drawMeter(shown.findLast(({ answer }) => answer?.usage)?.answer.usage);
+		this.meter.draw();
 		this.looks.checked = conversation.settings.logprobs;
 		this.title.textContent = conversation.title || "New chat";
 		this.sendButton.hidden = this.runs.of(conversation.id) !== undefined;
 		this.stopButton.hidden = !this.sendButton.hidden;
-	}
-
-	/** Say how much of the model's context the conversation takes. */
-	drawMeter(usage) {
-		const limit = this.models.current?.context_length;
-		this.meter.textContent = "";
-		if (!usage || !limit) return;
-		const used = usage.prompt_tokens + usage.completion_tokens;
-		this.meter.textContent = `${count(used)} of ${count(limit)}`;
-		this.meter.title = "Tokens of this conversation, and of the model's context";
-		this.meter.classList.toggle("error", used > 0.9 * limit);
 	}
 
 	/** Note whether the user is at the end, which only who moves up leaves. */

@@ -6,22 +6,19 @@
 /**
  * @typedef {import("./generate.js").Answer} Answer
  *
- * @typedef {{ id: string, parent: string, number: number }} Place behind its parent, or ""; `number` messages are older
- * @typedef {{ id: string, name: string, content: string }} Result of the call with the id
- * @typedef {Pick<Answer, "content" | "reasoning" | "tokens">} Beginning of an answer to go on with
- *
+ * @typedef {{ id: string, parent: string, number: number }} Place behind its parent, or ""; `number` are older
+ * @typedef {{ id: string, name: string, content: string }} Result of a call
+ * @typedef {Pick<Answer, "content" | "reasoning" | "tokens">} Beginning to go on with
  * @typedef {{ name: string, text: string }} Attachment
  * @typedef {Place & { role: "user", content: string, files?: Attachment[] }} Question
- * @typedef {Place & { role: "tool", results: Result[] }} Results of all calls of an answer
+ * @typedef {Place & { role: "tool", results: Result[] }} Results
  * @typedef {Place & {
  *   role: "assistant", answer: Answer, settings: object, model: string, begun: Beginning | null
- * }} Reply an answer, with what it was asked for with
- *
+ * }} Reply
  * @typedef {{
  *   id: string, title: string, named: boolean, changed: number, settings: Record<string, any>, chosen: Record<string, string>,
  *   messages: (Question | Results | Reply)[]
- * }} Conversation named by the user or by its first question, changed at a time in milliseconds, with the settings of the next answer, the ids of shown branches
- *   by the parent's, and the messages of all branches as they were made
+ * }} Conversation `named` by the user; `changed` in milliseconds; the `settings` of the next answer; `chosen` branches by their parent
  */
 
 export function newId() {

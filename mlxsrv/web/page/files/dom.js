@@ -4,7 +4,7 @@
  * Make an element.
  * @param {string} tag its name, with classes behind dots: "button.quiet"
  * @param {any[]} children behind an object of properties, if there is one; what is no property is an attribute
- * @returns {any} the element; `any`, because its type depends on the tag
+ * @returns {any}
  */
 export function el(tag, ...children) {
 	const props = children[0]?.constructor === Object ? children.shift() : {};

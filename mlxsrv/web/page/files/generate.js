@@ -2,9 +2,8 @@
 
 /**
  * @typedef {{ token: string, bytes: number[] | null, logprob: number }} Alternative
- * @typedef {Alternative & { top_logprobs: Alternative[] }} Token a token of an answer
- *
- * @typedef {ReturnType<typeof emptyAnswer>} Answer what the model wrote, so far
+ * @typedef {Alternative & { top_logprobs: Alternative[] }} Token
+ * @typedef {ReturnType<typeof emptyAnswer>} Answer so far
  */
 
 export function emptyAnswer() {

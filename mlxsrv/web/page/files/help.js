@@ -6,6 +6,8 @@ import { recall, remember } from "./session.js";
 
 const CTRL = navigator.platform.startsWith("Mac") ? "⌘" : "Ctrl";
 
+const NAME = "Keyboard shortcuts";
+
 const SHORTCUTS = {
 	Enter: "Send the message",
 	"Shift Enter": "Begin a new line",
@@ -25,8 +27,8 @@ export function helpButton() {
 	});
 	const dialog = el(
 		"dialog.help",
-		{ ariaLabel: "Keyboard shortcuts" },
-		el("h2", "Keyboard shortcuts"),
+		{ ariaLabel: NAME },
+		el("h2", NAME),
 		el("table", el("tbody", rows)),
 		button("Close", () => dialog.close(), { className: "main" }),
 	);
@@ -39,7 +41,7 @@ export function helpButton() {
 		event.preventDefault();
 		show();
 	});
-	return iconButton("help", "Keyboard shortcuts", show);
+	return iconButton("help", NAME, show);
 }
 
 const THEMES = { auto: "as the system has it", light: "light", dark: "dark" };

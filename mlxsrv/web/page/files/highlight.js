@@ -44,7 +44,7 @@ const NUMBER = /\b(?:0[xb][\da-f_]+|\d[\d_]*(?:\.\d+)?(?:e[+-]?\d+)?)[a-z%]*\b/;
 const SLASHES = /\/\/[^\n]*|\/\*[^]*?(?:\*\/|$)/;
 const HASH = /#[^\n]*/;
 
-/** What comments and strings are like, by the name of the keywords. @type {Record<string, [RegExp, RegExp]>} */
+/** Comments and strings, by the name of the keywords. @type {Record<string, [RegExp, RegExp]>} */
 const SHAPES = {
 	c: [SLASHES, STRING],
 	js: [SLASHES, new RegExp(`${STRING.source}|\`(?:[^\`\\\\]|\\\\[^])*\`?`)],
@@ -79,8 +79,8 @@ const FAMILY = new Map(
 
 const LANGUAGES = new Map(
 	Object.entries(SHAPES).map(([family, [comment, string]]) => {
-		const parts = [`(${comment.source})`, `(${string.source})`, `(${NUMBER.source})`, "([A-Za-z_$][\\w$-]*)"];
-		if (family !== "css" && family !== "markup") parts[3] = "([A-Za-z_$][\\w$]*)";
+		const dash = family === "css" || family === "markup" ? "-" : "";
+		const parts = [`(${comment.source})`, `(${string.source})`, `(${NUMBER.source})`, `([A-Za-z_$][\\w$${dash}]*)`];
 		const words = new Set(KEYWORDS[family].split(" "));
 		return [family, { pattern: new RegExp(parts.join("|"), family === "sql" ? "gi" : "g"), words, family }];
 	}),
@@ -127,7 +127,7 @@ export class Highlighter {
 	}
 
 	kindOf([, comment, string, number, word], next) {
-		const { words, family } = this.language ?? { words: new Set(), family: "" };
+		const { words, family } = /** @type {any} */ (this.language);
 		if (comment) return "comment";
 		if (string) return family === "data" && next === ":" ? "name" : "string";
 		if (number) return "number";

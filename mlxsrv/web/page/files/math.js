@@ -1,6 +1,6 @@
 /**
- * Formulas of TeX as MathML, which browsers draw themselves. What is not understood is told by null, and is
- * then shown as it was written. The time is in proportion to the length.
+ * Formulas of TeX as MathML, which browsers draw themselves. What is not understood is null, and then shown as it
+ * was written. The time is in proportion to the length.
  */
 
 import {
@@ -29,15 +29,15 @@ const IGNORED =
 	/^(?:(?:display|text|script)style|(?:no)?limits|nonumber|notag|hline|[Bb]igg?[lrm]?|rm|it|bf|strut|allowbreak|hfill)$/;
 const STACKED = { overset: "mover", stackrel: "mover", underset: "munder" };
 const FRAMES = {
-	matrix: ["", ""],
-	smallmatrix: ["", ""],
-	pmatrix: ["(", ")"],
-	bmatrix: ["[", "]"],
-	Bmatrix: ["{", "}"],
-	vmatrix: ["|", "|"],
-	Vmatrix: ["‖", "‖"],
-	cases: ["{", ""],
-	array: ["", ""],
+	matrix: "",
+	smallmatrix: "",
+	array: "",
+	pmatrix: "()",
+	bmatrix: "[]",
+	Bmatrix: "{}",
+	vmatrix: "||",
+	Vmatrix: "‖‖",
+	cases: "{",
 };
 const ALIGNED = /^(?:align|aligned|alignat|split|eqnarray|gather|gathered|multline|equation|displaymath)\*?$/;
 
@@ -144,9 +144,8 @@ class Parser {
 			const mark = operator(primes, { lspace: "0", rspace: "0" });
 			above = above ? make("mrow", {}, mark, above) : mark;
 		}
-		const kind =
-			large || base.localName === "munder" || base.localName === "mover" ? ["munder", "mover", "munderover"] : null;
-		const [down, up, both] = kind ?? ["msub", "msup", "msubsup"];
+		const over = large || /^m(under|over)$/.test(base.localName);
+		const [down, up, both] = over ? ["munder", "mover", "munderover"] : ["msub", "msup", "msubsup"];
 		if (below && above) return make(both, {}, base, below, above);
 		if (below) return make(down, {}, base, below);
 		return above ? make(up, {}, base, above) : base;
@@ -167,7 +166,7 @@ class Parser {
 		return row;
 	}
 
-	/** Read a group as it is written. */
+	/** Read a group as text. */
 	raw() {
 		this.expect("{");
 		let text = "";
@@ -220,7 +219,7 @@ class Parser {
 		if (UPRIGHT.test(name)) return this.named(this.raw().replaceAll("\\", ""));
 		if (name === "bm" || isStyle(name)) return this.inStyle(name === "bm" ? "boldsymbol" : name, depth);
 		if (SAME.test(name)) return this.argument(depth);
-		if (name === "overline" || name === "underline") return make("mrow", { class: name }, this.argument(depth));
+		if (/^(?:(?:over|under)line|boxed)$/.test(name)) return make("mrow", { class: name }, this.argument(depth));
 		if (ACCENTS.has(name)) {
 			const long = name.startsWith("over") || name.startsWith("wide");
 			const mark = operator(ACCENTS.get(name), { stretchy: String(long) });
@@ -232,7 +231,6 @@ class Parser {
 			const mark = this.argument(depth);
 			return make(STACKED[name], {}, this.argument(depth), mark);
 		}
-		if (name === "boxed") return make("mrow", { class: "boxed" }, this.argument(depth));
 		if (name === "pmod") {
 			const inner = [this.named("mod"), space(0.3), this.argument(depth)];
 			return make("mrow", {}, space(0.5), operator("("), ...inner, operator(")"));
@@ -318,14 +316,14 @@ class Parser {
 
 	environment(depth) {
 		const name = this.raw();
-		const frame = FRAMES[name];
-		if (!frame && !ALIGNED.test(name)) throw new Unknown();
+		const aligned = ALIGNED.test(name);
+		if (!aligned && !Object.hasOwn(FRAMES, name)) throw new Unknown();
 		if (name === "array" || name.startsWith("alignat")) this.raw();
 		const rows = this.cells(token => token === "\\end", depth);
 		this.expect("\\end");
 		if (this.raw() !== name) throw new Unknown();
-		if (!frame) return this.tableOf(rows, name.startsWith("gather") ? [""] : ["right", "left"]);
-		const [open, close] = frame.map(text => (text ? [fence(text)] : []));
+		if (aligned) return this.tableOf(rows, name.startsWith("gather") ? [""] : ["right", "left"]);
+		const [open = [], close = []] = Array.from(FRAMES[name], text => [fence(text)]);
 		const sides = name === "cases" ? ["left"] : [""];
 		const made = this.tableOf(rows, sides);
 		if (name !== "cases") made.removeAttribute("displaystyle");

@@ -15,7 +15,7 @@ const NAMED = new Set(
 );
 
 /**
- * Make the body of a request. `streamed` of generate.js adds what makes it a stream.
+ * Make the body of a request, without what makes it a stream.
  * @param {any[]} messages without the system prompt; an answer at their end is gone on with
  * @throws {Error} where a setting is no JSON
  */

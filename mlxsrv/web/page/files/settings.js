@@ -24,26 +24,19 @@ export function defaults() {
 	};
 }
 
-/** Settings that are numbers: the label of each, and its limits. @type {Record<string, [string, object]>} */
+/** Settings that are numbers: label, limits, usual value, hint. @type {Record<string, [string, object, string, string]>} */
 export const NUMBERS = {
-	temperature: ["Temperature", { max: 2, step: 0.1 }],
-	max_tokens: ["Max tokens", { min: 1 }],
-	top_p: ["Top p", { max: 1, step: 0.05 }],
-	top_k: ["Top k", {}],
-	min_p: ["Min p", { max: 1, step: 0.01 }],
-	seed: ["Seed", {}],
-};
-
-/** What counts in place of a number that is not set, where the model has no wish of its own. */
-const UNSET = { temperature: 1, max_tokens: "no limit", top_p: 1, top_k: "off", min_p: "off", seed: "random" };
-
-const HINTS = {
-	temperature: "0: always the likeliest token. 1: as the model has learnt. Higher: more variety.",
-	max_tokens: "An answer ends after so many tokens.",
-	top_p: "Only the likeliest tokens that together have this probability.",
-	top_k: "Only so many of the likeliest tokens.",
-	min_p: "Only tokens with this share of the likeliest one's probability.",
-	seed: "The same seed gives the same answer to the same request.",
+	temperature: [
+		"Temperature",
+		{ max: 2, step: 0.1 },
+		"1",
+		"0: always the likeliest token. 1: as the model has learnt. Higher: more variety.",
+	],
+	max_tokens: ["Max tokens", { min: 1 }, "no limit", "An answer ends after so many tokens."],
+	top_p: ["Top p", { max: 1, step: 0.05 }, "1", "Only the likeliest tokens that together have this probability."],
+	top_k: ["Top k", {}, "off", "Only so many of the likeliest tokens."],
+	min_p: ["Min p", { max: 1, step: 0.01 }, "off", "Only tokens with this share of the likeliest one's probability."],
+	seed: ["Seed", {}, "random", "The same seed gives the same answer to the same request."],
 };
 
 export const THINKING = {
@@ -112,7 +105,8 @@ export function inForce(settings) {
 
 /** Make the control of a setting that is a number. */
 export function numberInput(name, props = {}) {
-	return el("input", { type: "number", placeholder: UNSET[name], min: 0, ...NUMBERS[name][1], ...props });
+	const [, limits, placeholder, title] = NUMBERS[name];
+	return el("input", { type: "number", placeholder, title, min: 0, ...limits, ...props });
 }
 
 /** The setting that a control holds. */
@@ -140,9 +134,7 @@ export class SettingsForm {
 		this.error = errorLine();
 		this.profiles = el("select");
 		this.chat.models.addEventListener("change", () => this.refresh());
-		const numbers = Object.entries(NUMBERS).map(([name, [label]]) =>
-			this.add(name, label, numberInput(name, { title: HINTS[name] })),
-		);
+		const numbers = Object.entries(NUMBERS).map(([name, [label]]) => this.add(name, label, numberInput(name)));
 		const thinking = Object.entries(THINKING).map(([value, label]) => el("option", { value }, label));
 		const texts = Object.entries(TEXTS).map(([name, [label, hint]]) =>
 			this.add(name, label, growing("textarea.mono", { rows: 3, spellcheck: false }), hint),
@@ -181,7 +173,7 @@ export class SettingsForm {
 			api.get("api/profiles").catch(() => []),
 		]);
 		const own = Object.fromEntries((shown?.parameters ?? "").split("\n").map(line => line.trim().split(/\s+/)));
-		for (const name of Object.keys(NUMBERS)) this.controls.get(name).placeholder = own[name] ?? UNSET[name];
+		for (const name of Object.keys(NUMBERS)) this.controls.get(name).placeholder = own[name] ?? NUMBERS[name][2];
 		this.names = profiles.filter(each => each.model_id === model).map(({ name }) => name);
 		this.drawProfiles();
 	}

@@ -1,27 +1,20 @@
 /** The symbols of TeX formulas, and letters in other styles, as Unicode has them. */
 
-const table = text => {
-	const words = text.trim().split(/\s+/);
-	return words.flatMap((name, index) =>
-		index % 2 ? [] : [/** @type {[string, string]} */ ([name, words[index + 1]])],
-	);
-};
+/** @returns {Map<string, string>} of names to what stands behind each */
+const table = text => new Map(Array.from(text.matchAll(/(\S+)\s+(\S+)/g), ([, name, sign]) => [name, sign]));
 
 /** Names that are letters. */
-export const LETTERS = new Map(
-	table(`
+export const LETTERS = table(`
 	alpha α beta β gamma γ delta δ epsilon ϵ varepsilon ε zeta ζ eta η theta θ vartheta ϑ iota ι kappa κ lambda λ mu μ nu ν
 	xi ξ omicron ο pi π varpi ϖ rho ρ varrho ϱ sigma σ varsigma ς tau τ upsilon υ phi ϕ varphi φ chi χ psi ψ omega ω
 	Gamma Γ Delta Δ Theta Θ Lambda Λ Xi Ξ Pi Π Sigma Σ Upsilon Υ Phi Φ Psi Ψ Omega Ω
 	hbar ℏ ell ℓ imath ı jmath ȷ Re ℜ Im ℑ aleph ℵ wp ℘ partial ∂ nabla ∇ infty ∞ emptyset ∅ varnothing ∅ forall ∀
 	exists ∃ nexists ∄ top ⊤ bot ⊥ angle ∠ triangle △ square □ blacksquare ■ checkmark ✓ dots … ldots … cdots ⋯ vdots ⋮
 	ddots ⋱ dotsc … dotsb ⋯ degree ° prime ′ $ $ % % # # & & _ _ S § P ¶ dag † ddag ‡ copyright ©
-`),
-);
+`);
 
 /** Names that are operators, relations and arrows. */
-export const OPERATORS = new Map(
-	table(`
+export const OPERATORS = table(`
 	pm ± mp ∓ times × div ÷ cdot ⋅ ast ∗ star ⋆ circ ∘ bullet ∙ oplus ⊕ ominus ⊖ otimes ⊗ oslash ⊘ odot ⊙ wedge ∧ land ∧
 	vee ∨ lor ∨ cap ∩ cup ∪ setminus ∖ sqcup ⊔ sqcap ⊓ uplus ⊎ amalg ⨿ neg ¬ lnot ¬ dagger † wr ≀ diamond ⋄
 	le ≤ leq ≤ leqslant ⩽ ge ≥ geq ≥ geqslant ⩾ ne ≠ neq ≠ ll ≪ gg ≫ equiv ≡ sim ∼ simeq ≃ approx ≈ cong ≅ propto ∝ doteq ≐
@@ -31,35 +24,28 @@ export const OPERATORS = new Map(
 	iff ⟺ mapsto ↦ longmapsto ⟼ longrightarrow ⟶ longleftarrow ⟵ Longrightarrow ⟹ Longleftrightarrow ⟺ hookrightarrow ↪
 	uparrow ↑ downarrow ↓ updownarrow ↕ Uparrow ⇑ Downarrow ⇓ nearrow ↗ searrow ↘ rightharpoonup ⇀ rightleftharpoons ⇌
 	leadsto ⇝ twoheadrightarrow ↠ backslash \\ surd √ , , ; ; : : ! !
-`),
-);
+`);
 
 /** Operators whose limits stand above and below them in a display. */
-export const LARGE = new Map(
-	table(`
+export const LARGE = table(`
 	sum ∑ prod ∏ coprod ∐ bigcup ⋃ bigcap ⋂ bigsqcup ⨆ bigvee ⋁ bigwedge ⋀ bigoplus ⨁ bigotimes ⨂ bigodot ⨀ biguplus ⨄
-`),
-);
+`);
 
-export const INTEGRALS = new Map(table("int ∫ iint ∬ iiint ∭ oint ∮"));
+export const INTEGRALS = table("int ∫ iint ∬ iiint ∭ oint ∮");
 
-export const FENCES = new Map(
-	table(`
+export const FENCES = table(`
 	( ( ) ) [ [ ] ] { { } } | | lbrace { rbrace } lbrack [ rbrack ] langle ⟨ rangle ⟩ lceil ⌈ rceil ⌉ lfloor ⌊ rfloor ⌋
 	vert | lvert | rvert | Vert ‖ lVert ‖ rVert ‖ lgroup ⟮ rgroup ⟯ / / uparrow ↑ downarrow ↓ < ⟨ > ⟩
-`),
-);
+`);
 FENCES.set("\\|", "‖");
 FENCES.set(".", "");
 
-export const ACCENTS = new Map(
-	table(`
+export const ACCENTS = table(`
 	hat ^ widehat ^ bar ¯ vec → tilde ~ widetilde ~ dot ˙ ddot ¨ dddot ⃛ check ˇ breve ˘ acute ´ grave \`
 	mathring ˚ overrightarrow → overleftarrow ← overbrace ⏞
-`),
-);
+`);
 
-export const UNDER = new Map(table("underbrace ⏟ underrightarrow →"));
+export const UNDER = table("underbrace ⏟ underrightarrow →");
 
 /** Functions whose argument stands below them in a display. */
 export const BELOW = new Set("lim limsup liminf max min sup inf argmax argmin det gcd Pr".split(" "));
@@ -79,23 +65,17 @@ const STYLES = {
 };
 
 /** Letters that Unicode had before the others of their style. */
-const EARLIER = new Map(
-	table(`
+const EARLIER = table(`
 	1d49d ℬ 1d4a0 ℰ 1d4a1 ℱ 1d4a3 ℋ 1d4a4 ℐ 1d4a7 ℒ 1d4a8 ℳ 1d4ad ℛ 1d4ba ℯ 1d4bc ℊ 1d4c4 ℴ 1d506 ℭ 1d50b ℌ 1d50c ℑ
 	1d515 ℜ 1d51d ℨ 1d53a ℂ 1d53f ℍ 1d545 ℕ 1d547 ℙ 1d548 ℚ 1d549 ℝ 1d551 ℤ
-`),
-);
+`);
 
 /** Write a character in a style of letters; others stay as they are. */
 export function styled(character, style) {
-	const [capital, small, digit] = STYLES[style] ?? [];
-	const code = character.charCodeAt(0);
-	const from = (first, begin) => (first && code >= begin ? first + code - begin : code);
-	let found = code;
-	if (/^[A-Z]$/.test(character)) found = from(capital, 65);
-	else if (/^[a-z]$/.test(character)) found = from(small, 97);
-	else if (/^\d$/.test(character)) found = from(digit, 48);
-	else return character;
+	const place = [/[A-Z]/, /[a-z]/, /[0-9]/].findIndex(each => each.test(character));
+	const begin = STYLES[style]?.[place];
+	if (!begin) return character;
+	const found = begin + character.charCodeAt(0) - [65, 97, 48][place];
 	return EARLIER.get(found.toString(16)) ?? String.fromCodePoint(found);
 }
 

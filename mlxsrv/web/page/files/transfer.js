@@ -29,10 +29,7 @@ export function asFile(conversations) {
 	return JSON.stringify({ format: FORMAT, version: 1, conversations });
 }
 
-/**
- * Read a file. Each conversation gets an id of its own, so that none takes another's place.
- * @throws {Error} for the user
- */
+/** Read a file. Each conversation gets a new id, so that none takes another's place. @throws {Error} for the user */
 export function fromFile(file) {
 	if (file?.format !== FORMAT || !Array.isArray(file.conversations))
 		throw new Error("This file holds no conversations of this page");
