@@ -3,7 +3,7 @@
 - Over HTTP: texts and tokens per second where a request has 1 text, 32 or 512, of mixed lengths and
   one request at a time; and, where sentence-transformers is installed, over those of its `encode`
   on the CPU, in this process, on the same files and texts. It has no HTTP to do.
-- In process: tokens per second, without padding, of the engine's own EmbedSchedule and Embedder,
+- In process: tokens per second, without padding, of the engine's own TextSchedule and Embedder,
   which put texts of similar length together, over those of the same model on the same texts, 32 at
   a time in the order they came in; with the tokens that were computed for each one of a text.
 
@@ -44,14 +44,14 @@ from mlxsrv.engine.embedding.embedding_models import (
 from mlxsrv.engine.embedding.encoders.load import load_encoder
 from mlxsrv.engine.embedding.pooling import Pooler
 from mlxsrv.engine.events import Embedded, Event, Failed
-from mlxsrv.engine.orders import Embed
+from mlxsrv.engine.orders import Job
 from mlxsrv.engine.outcomes import EmbedFacts
-from mlxsrv.engine.scheduling.embed_schedule import EmbedSchedule
 from mlxsrv.engine.scheduling.pace import Pace
+from mlxsrv.engine.scheduling.text_schedule import TextSchedule
 from mlxsrv.formats.encoders import is_encoder
 from mlxsrv.formats.files import read_object
 from mlxsrv.formats.pooling import read_pooling_config
-from tests.support.embedding import run_slice
+from tests.support.embedding import make_schedule, run_slice
 from tests.support.tiny import write_model
 
 Tokens: TypeAlias = tuple[tuple[int, ...], ...]
@@ -207,7 +207,7 @@ def measure_grouping(model: Model, count: int, pairs: int) -> Grouping:
     tokenizer = load_tokenizer(model.folder)._tokenizer
     texts: Tokens = tuple(tuple(tokenizer(text)["input_ids"]) for text in write_texts(count))
     embedder = Embedder(counted, model.folder, model.name)
-    schedule = EmbedSchedule(0, embedder.facts, Pace(_CHUNK, max_gap=1.0))
+    schedule = make_schedule(embedder.facts, Pace(_CHUNK, max_gap=1.0))
     pooler = Pooler(
         read_pooling_config(model.folder, decoder=_is_decoder(model.folder), name=model.name)
     )
@@ -242,8 +242,8 @@ def _is_decoder(folder: Path) -> bool:
     return not is_encoder(read_object(folder / "config.json"))
 
 
-def _embed(schedule: EmbedSchedule, embedder: Embedder, texts: Tokens) -> None:
-    schedule.submit(Embed(0, "bench", texts))
+def _embed(schedule: TextSchedule, embedder: Embedder, texts: Tokens) -> None:
+    schedule.submit(Job(0, "bench", texts=texts))
     events: list[Event] = []
     while not schedule.idle:
         events += run_slice(schedule, embedder)

@@ -44,7 +44,6 @@ from mlxsrv.engine.orders import (
     Cancel,
     Close,
     Detach,
-    Embed,
     GetMemory,
     ImportModelCode,
     Job,
@@ -148,14 +147,14 @@ class EngineClient:
 
     async def embed(
         self,
-        order: Embed,
+        job: Job,
         progressed: Callable[[], None] = lambda: None,
         started: Callable[[int], None] = lambda _: None,
     ) -> Vectors:
         """Embed texts. If the caller is cancelled, the texts that are not computed yet are dropped.
 
         Args:
-            order: the texts.
+            job: has the texts.
             progressed: called while they take several slices.
             started: called with the job's id when it has its turn.
 
@@ -167,15 +166,12 @@ class EngineClient:
             InsufficientMemory: a text can never fit into memory; the message has the numbers.
             ServeError: the model cannot do it; the message says why.
         """
-        self._require_alive()
         future: asyncio.Future[JobEvent] = self._loop.create_future()
-        self._receivers[order.id] = partial(_settle_or_report, future, progressed, started)
-        self._send(order)
-        self._watchdog.wake()
+        self.submit(job, partial(_settle_or_report, future, progressed, started))
         try:
             event = await future
         finally:
-            self.cancel(order.id)
+            self.cancel(job.id)
         if isinstance(event, Embedded):
             return event.vectors
         self._require_alive()

@@ -89,8 +89,9 @@ class Turn(msgspec.Struct, frozen=True):
     arrival: int = 0
 
 
-class Job(msgspec.Struct, frozen=True):
-    """One sequence to generate: a prompt of at least one token, and when to end.
+class Job(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One sequence to generate: a prompt of at least one token, and when to end. Or texts of which
+    vectors are wanted; then nothing is drawn.
 
     Jobs that wait with the same prompt are read once. With `logprobs` each Token carries its
     log-probability and those of that many likeliest tokens. With `scores` the prompt is scored
@@ -99,10 +100,14 @@ class Job(msgspec.Struct, frozen=True):
 
     id: int
     model: str
-    prompt: tuple[int, ...]
-    max_tokens: int
-    end_tokens: frozenset[int]
-    sampling: Sampling
+    prompt: tuple[int, ...] = ()
+    max_tokens: int = 0
+    end_tokens: frozenset[int] = frozenset()
+    sampling: Sampling = Sampling()
+    texts: tuple[tuple[int, ...], ...] = ()
+    """To embed, instead of a prompt, each of at least one token. A cross-encoder judges pairs."""
+    firsts: tuple[int, ...] = ()
+    """For pairs: how many tokens of each text belong to the first one of its pair."""
     checkpoints: tuple[int, ...] = ()
     """Lengths in tokens of beginnings that other prompts will share: a system message, the chat as
     its next turn has it. They are used where KV caches cannot be cut back."""
@@ -117,24 +122,10 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """Generate a job's sequence, once it is its turn: Started. Ends with a Token with `finish`,
-    Finished or Failed."""
+    """Do a job, once it is its turn: Started. Ends with a Token with `finish`, Finished, Embedded
+    or Failed."""
 
     job: Job
-
-
-class Embed(msgspec.Struct, frozen=True, tag=True):
-    """Make a vector of each text; or judge pairs of texts, where the model is a cross-encoder.
-
-    A text has at least one token. `firsts` are given for pairs: how many tokens of each belong to
-    its first text. Begins with its turn, as a Job: Started. Ends with Embedded or Failed.
-    """
-
-    id: int
-    model: str
-    texts: tuple[tuple[int, ...], ...]
-    firsts: tuple[int, ...] = ()
-    turn: Turn = Turn()
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -230,6 +221,4 @@ class Fetched(msgspec.Struct, frozen=True, tag=True):
 StorageReport = Written | Fetched
 """The orders that the storage thread sends."""
 
-Order = (
-    Open | Close | Budget | Ask | Unload | Submit | Embed | Cancel | Detach | Watch | StorageReport
-)
+Order = Open | Close | Budget | Ask | Unload | Submit | Cancel | Detach | Watch | StorageReport

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import msgspec
 
-from mlxsrv.engine.orders import Attach, Embed, Job, Load, Question
+from mlxsrv.engine.orders import Attach, Job, Load, Question
 
 
 class _Item(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -28,11 +28,11 @@ class _Item(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     model: int = 0
 
 
-# Rows of a model that generates text.
+# Rows of a model.
 
 
 class Admit(_Item, frozen=True):
-    """Take these jobs; each is a row from now on. Done: Admitted.
+    """Take these jobs; each is a row from now on, one with texts to embed as well. Done: Admitted.
 
     `client` is the number of the client that sent them.
     """
@@ -226,16 +226,8 @@ class RestorePrompt(_Item, frozen=True):
 # Texts to embed.
 
 
-class AdmitTexts(_Item, frozen=True):
-    """Take the texts of this order. Done: None."""
-
-    title = "admitting texts"
-
-    order: Embed
-
-
 class TextSpan(msgspec.Struct, frozen=True):
-    """Tokens of one text; `job` is the id of its order."""
+    """Tokens of one text of a job."""
 
     job: int
     index: int
@@ -247,21 +239,13 @@ class EmbedSlice(_Item, frozen=True):
     """Read texts, one pass for all: whole ones, or a part of one long text. Done: TextsRead.
 
     Attributes:
-        completes: jobs whose last texts these are. Their vectors are wanted, and then forgotten.
+        completes: jobs whose last texts these are. Their vectors are wanted.
     """
 
     title = "embedding"
 
     texts: tuple[TextSpan, ...]
     completes: tuple[int, ...] = ()
-
-
-class ReleaseTexts(_Item, frozen=True):
-    """Forget the texts and vectors of these jobs. Done: None."""
-
-    title = "freeing texts"
-
-    jobs: tuple[int, ...]
 
 
 # Models.
@@ -343,9 +327,7 @@ PlainItem = (
     | StorePrompts
     | FetchPrompt
     | RestorePrompt
-    | AdmitTexts
     | EmbedSlice
-    | ReleaseTexts
     | LoadSlice
     | AttachSlice
     | DetachSAE

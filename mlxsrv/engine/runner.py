@@ -39,7 +39,6 @@ from mlxsrv.engine.outcomes import (
 )
 from mlxsrv.engine.plans import (
     Admit,
-    AdmitTexts,
     AnswerQuestion,
     AttachSlice,
     Decode,
@@ -53,7 +52,6 @@ from mlxsrv.engine.plans import (
     Read,
     ReadDraft,
     Release,
-    ReleaseTexts,
     Reset,
     RestorePrompt,
     Rewind,
@@ -121,11 +119,11 @@ class Runner:
             case Read():
                 return self._text(work.model).read(work.spans)
             case Admit():
-                return self._admit(self._text(work.model), work)
+                return self._admit(self._models[work.model], work)
             case Release():
-                return self._text(work.model).release(work.rows)
+                return self._models[work.model].free_rows(work.rows)
             case Rewind():
-                self._text(work.model).rewind(work.rows)
+                self._models[work.model].rewind(work.rows)
             case Forget():
                 self._text(work.model).forget(work.entries, draft=work.draft, spare=work.spare)
             case ReadDraft():
@@ -144,10 +142,6 @@ class Runner:
                 self._steerer(work).watch(work)
                 self._text(work.model).replan()
                 return Watched(self._steerer(work).watches)
-            case AdmitTexts(order=order):
-                self._models[work.model].embedder.admit(order)
-            case ReleaseTexts(jobs=jobs):
-                self._models[work.model].embedder.release(jobs)
             case EmbedSlice():
                 return self._models[work.model].embedder.embed(work)
             case LoadSlice():
@@ -164,13 +158,13 @@ class Runner:
                 assert_never(work)
         return None
 
-    def _admit(self, text: TextRunner, work: Admit) -> Admitted:
-        admitted = text.admit(work.jobs, partial(self._make_constraint, work.client))
+    def _admit(self, model: ResidentModel, work: Admit) -> Admitted:
+        admitted = model.admit(work.jobs, partial(self._make_constraint, work.client))
         if self._ranks is not None and any(job.grammar is not None for job in work.jobs):
             # A grammar may fail on rank 0, which alone has it: then no rank takes the row.
             failed = b"".join(each.row.to_bytes(8) for each in admitted.failures)
             rows = self._ranks.exchange(failed)[0]
-            text.release([FreedRow(row) for (row,) in iter_unpack("!Q", rows)])
+            model.free_rows([FreedRow(row) for (row,) in iter_unpack("!Q", rows)])
         return admitted
 
     def _make_constraint(self, client: int, job: Job) -> Constraint | None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 import anyio.to_thread
 import numpy as np
 
-from mlxsrv.engine.orders import Embed
+from mlxsrv.engine.orders import Job
 from mlxsrv.errors import (
     EngineFailed,
     InsufficientMemory,
@@ -75,10 +75,12 @@ class EmbeddingTask:
         await lease.enter()
         self._work.enter(State.QUEUED)
         job_id = next(self._resources.job_ids)
-        order = Embed(job_id, lease.model.name, inputs.texts, inputs.firsts, lease.turn)
+        job = Job(
+            job_id, lease.model.name, texts=inputs.texts, firsts=inputs.firsts, turn=lease.turn
+        )
         lease.note_queued(job_id)
         try:
-            vectors = await self._embed(order)
+            vectors = await self._embed(job)
         finally:
             lease.note_ended(job_id)
         log(
@@ -93,10 +95,10 @@ class EmbeddingTask:
         )
         return inputs, vectors
 
-    async def _embed(self, order: Embed) -> Vectors:
+    async def _embed(self, job: Job) -> Vectors:
         engine = self._resources.pool.engine
         try:
-            return await engine.embed(order, self._work.note_progress, self._note_started)
+            return await engine.embed(job, self._work.note_progress, self._note_started)
         except (EngineFailed, InsufficientMemory):
             raise
         except ServeError as error:
@@ -106,7 +108,7 @@ class EmbeddingTask:
                 logging.ERROR,
                 "embedding failed",
                 request=self._request_id,
-                model=order.model,
+                model=job.model,
                 reason=error.message,
             )
             raise ServeError(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from mlxsrv.engine.events import Failed, JobEvent, Progress, PromptRead, Started, Token
-from mlxsrv.engine.orders import Embed
+from mlxsrv.engine.orders import Job
 from mlxsrv.engine.plans import Admit
 from tests.support.device import Listener, gate, generate, job, load, numbers, open_client, run
 from tests.support.fixtures import ModelFolder
@@ -118,7 +118,7 @@ def test_texts_that_take_several_slices_tell_of_them(model_folder: ModelFolder) 
             reported: list[None] = []
             texts = tuple(tuple(range(5, 5 + 16 * n)) for n in (1, 3, 5))
             vectors = await client.embed(
-                Embed(next(numbers), "m", texts), lambda: reported.append(None)
+                Job(next(numbers), "m", texts=texts), lambda: reported.append(None)
             )
             assert len(vectors) == 3
             assert len(reported) >= 8

@@ -134,7 +134,7 @@ def most_rounds(logs: Sequence[JobLog], faults: int) -> int:
     slices = tokens = 0
     for log in logs:
         order = log.order
-        if isinstance(order, Job):
+        if order.prompt:
             slices += -(-(len(order.prompt) + faults * order.max_tokens) // 8) + 2
             slices += len(order.checkpoints)
             tokens += order.max_tokens + 3

@@ -20,19 +20,34 @@ from mlxsrv.engine.embedding.embedding_models import (
     EmbeddingEncoder,
 )
 from mlxsrv.engine.embedding.encoders.load import load_encoder
-from mlxsrv.engine.events import Embedded, Event, Progress
+from mlxsrv.engine.events import Embedded, Event, Progress, Started
 from mlxsrv.engine.faults import describe_error
 from mlxsrv.engine.loading.load import ResidentModel
-from mlxsrv.engine.orders import Embed
-from mlxsrv.engine.outcomes import Fault, Outcome, TextsRead
-from mlxsrv.engine.plans import AdmitTexts, EmbedSlice, ReleaseTexts
-from mlxsrv.engine.scheduling.embed_schedule import EmbedSchedule
+from mlxsrv.engine.orders import Job
+from mlxsrv.engine.outcomes import Admitted, Done, EmbedFacts, Fault, Outcome
+from mlxsrv.engine.plans import Admit, EmbedSlice, Release, Rewind, WorkItem
 from mlxsrv.engine.scheduling.pace import Pace
+from mlxsrv.engine.scheduling.text_schedule import TextSchedule
 from mlxsrv.generation.outputs import Vectors
+from tests.support.fake_device import FACTS
+
+
+def make_schedule(facts: EmbedFacts, pace: Pace, model: int = 1) -> TextSchedule:
+    """The schedule of a model whose jobs are texts, and all of them have slots."""
+    return TextSchedule(model, max_rows=1 << 30, pace=pace, facts=FACTS, embed=facts)
+
+
+def take_events(schedule: TextSchedule) -> list[Event]:
+    """The events since the last call, but for Started."""
+    events: list[Event] = [
+        event for event in schedule.budget.events if not isinstance(event, Started)
+    ]
+    schedule.budget.events.clear()
+    return events
 
 
 def run_slice(
-    schedule: EmbedSchedule,
+    schedule: TextSchedule,
     embedder: Embedder,
     *,
     decoding: bool = False,
@@ -41,33 +56,32 @@ def run_slice(
 ) -> list[Event]:
     """Do a round's work: the jobs that came and went, and a slice if there is one. Returns the
     events of the jobs that ended."""
-    events: list[Event] = []
-    for work in schedule.take_changes():
-        events += schedule.settle(work, do(work, embedder, clock))
     schedule.budget.begin_round()
-    slice = schedule.plan(decoding=decoding, beside=beside)
+    for work in schedule.plan_rows():
+        schedule.settle(work, do(work, embedder, clock))
+    slice = schedule.texts.plan(decoding=decoding, beside=beside)
     if slice is not None:
-        events += schedule.settle(slice, do(slice, embedder, clock))
-    return [event for event in events if not isinstance(event, Progress)]
+        schedule.settle(slice, do(slice, embedder, clock))
+    return [event for event in take_events(schedule) if not isinstance(event, Progress)]
 
 
-def do(
-    work: AdmitTexts | EmbedSlice | ReleaseTexts,
-    embedder: Embedder,
-    clock: Callable[[], float] = perf_counter,
-) -> Outcome:
+def do(work: WorkItem, embedder: Embedder, clock: Callable[[], float] = perf_counter) -> Outcome:
     """Do one work, and measure it."""
     began = clock()
-    done: TextsRead | None = None
+    done: Done | None = None
     fault = None
     try:
         match work:
-            case AdmitTexts():
-                embedder.admit(work.order)
-            case ReleaseTexts():
-                embedder.release(work.jobs)
+            case Admit():
+                done = Admitted(embedder.admit(work.jobs))
+            case Release():
+                embedder.release([freed.row for freed in work.rows])
+            case Rewind():
+                embedder.rewind(work.rows)
             case EmbedSlice():
                 done = embedder.embed(work)
+            case _:
+                raise AssertionError(work)
     except Exception as error:
         fault = Fault(describe_error(error))
     return Outcome(began, clock(), done, fault)
@@ -97,7 +111,7 @@ class Bench:
         )
         self.model = model
         self.embedder = Embedder(model, folder, name)
-        self.schedule = EmbedSchedule(1, self.embedder.facts, Pace(chunk, 1.0))
+        self.schedule = make_schedule(self.embedder.facts, Pace(chunk, 1.0))
         self.events: list[Event] = []
         self._clock = partial(next, count(0.0, 1e-3))
         self.slices: list[list[int]] = []  # the lengths of the texts in each
@@ -110,7 +124,7 @@ class Bench:
         model.run = seen
 
     def submit(self, number: int, texts: Texts, firsts: tuple[int, ...] = ()) -> None:
-        self.schedule.submit(Embed(number, "m", texts, firsts))
+        self.schedule.submit(Job(number, "m", texts=texts, firsts=firsts))
 
     def step(self, *, decoding: bool = False, beside: bool = False) -> None:
         self.events += run_slice(
@@ -141,8 +155,8 @@ class Bench:
 def embed(resident: ResidentModel, texts: Texts) -> Vectors:
     """The vectors of texts by a model that is loaded."""
     embedder = resident.embedder
-    schedule = EmbedSchedule(1, embedder.facts, Pace(64, 1.0))
-    schedule.submit(Embed(1, "m", texts))
+    schedule = make_schedule(embedder.facts, Pace(64, 1.0))
+    schedule.submit(Job(1, "m", texts=texts))
     events: list[Event] = []
     while not schedule.idle:
         events += run_slice(schedule, embedder)

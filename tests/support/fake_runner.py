@@ -7,19 +7,19 @@ and goes on by what work items take.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 import numpy as np
 
 from mlxsrv.engine.events import Attached, Loaded, Report, kv_bytes
-from mlxsrv.engine.orders import Attach, Embed, GetMemory, ImportModelCode, Load, MakeReport
+from mlxsrv.engine.orders import Attach, GetMemory, ImportModelCode, Job, Load, MakeReport
 from mlxsrv.engine.outcomes import (
+    Admitted,
     AttachStep,
     DeviceAnswer,
     Done,
     EmbedFacts,
     Fault,
+    Kept,
     LoadStep,
     Outcome,
     Refusal,
@@ -28,7 +28,6 @@ from mlxsrv.engine.outcomes import (
 )
 from mlxsrv.engine.plans import (
     Admit,
-    AdmitTexts,
     AnswerQuestion,
     AttachSlice,
     Decode,
@@ -39,7 +38,6 @@ from mlxsrv.engine.plans import (
     Read,
     ReadDraft,
     Release,
-    ReleaseTexts,
     Reset,
     Rewind,
     RoundPlan,
@@ -65,7 +63,7 @@ class FakeTexts:
         self._facts = facts
         self._slice = slice
         self._peak = 0
-        self._jobs: dict[int, Embed] = {}
+        self._jobs: dict[int, Job] = {}
         self._read: dict[tuple[int, int], int] = {}
         self._long: tuple[int, int] | None = None
 
@@ -73,21 +71,22 @@ class FakeTexts:
     def empty(self) -> bool:
         return not self._jobs
 
-    def admit(self, work: AdmitTexts) -> None:
-        require(work.order.id not in self._jobs, "job", work.order.id, "is there already")
-        self._jobs[work.order.id] = work.order
-        self._read |= {(work.order.id, i): 0 for i in range(len(work.order.texts))}
+    def has(self, job: int) -> bool:
+        return job in self._jobs
 
-    def release(self, jobs: Sequence[int]) -> None:
-        for job in jobs:
-            require(job in self._jobs, "job", job, "is not there")
-            self._drop(job)
+    def admit(self, job: Job) -> None:
+        require(job.id not in self._jobs, "job", job.id, "is there already")
+        self._jobs[job.id] = job
+        self._read |= {(job.id, i): 0 for i in range(len(job.texts))}
 
-    def _drop(self, job: int) -> None:
+    def release(self, job: int) -> None:
+        self.rewind(job)
         for i in range(len(self._jobs.pop(job).texts)):
             del self._read[job, i]
+
+    def rewind(self, job: int) -> None:
         if self._long is not None and self._long[0] == job:
-            self._long = None
+            self._read[self._long], self._long = 0, None
 
     def passes(self, work: EmbedSlice) -> list[Pass]:
         longest = max(text.end - text.begin for text in work.texts)
@@ -133,8 +132,6 @@ class FakeTexts:
         vectors = {
             job: np.zeros((len(self._jobs[job].texts), 2), np.float32) for job in work.completes
         }
-        for job in work.completes:
-            self._drop(job)
         [only] = self.passes(work)
         return TextsRead(only.rows * only.tokens, vectors)
 
@@ -157,6 +154,36 @@ class _FakeModel:
             self.text = FakeText(
                 device.text, device, max_rows=order.max_rows, prefill_chunk=order.prefill_chunk
             )
+
+    @property
+    def rows(self) -> FakeText:
+        if self.text is None:
+            raise IllegalWork("this model does not generate text")
+        return self.text
+
+    def admit(self, work: Admit) -> Admitted:
+        for job in work.jobs:
+            if job.texts:
+                self.texts.admit(job)
+        prompts = tuple(job for job in work.jobs if not job.texts)
+        replaced = msgspec.structs.replace(work, jobs=prompts)
+        return self.rows.admit(replaced) if prompts else Admitted()
+
+    def release(self, work: Release, fault: Fault | None) -> Kept | None:
+        embedded = [freed for freed in work.rows if self.texts.has(freed.row)]
+        for freed in embedded:
+            self.texts.release(freed.row)
+        rows = tuple(freed for freed in work.rows if freed not in embedded)
+        replaced = msgspec.structs.replace(work, rows=rows)
+        return self.rows.release(replaced, fault) if rows else Kept()
+
+    def rewind(self, work: Rewind) -> None:
+        embedded = [row for row in work.rows if self.texts.has(row)]
+        for row in embedded:
+            self.texts.rewind(row)
+        rows = tuple(row for row in work.rows if row not in embedded)
+        if rows:
+            self.rows.rewind(msgspec.structs.replace(work, rows=rows))
 
 
 class FakeRunner:
@@ -196,7 +223,7 @@ class FakeRunner:
         return [*self._loading, *self._models]
 
     def text(self, model: int) -> FakeText:
-        return self._text(self._models[model])
+        return self._models[model].rows
 
     def run_round(self, scheduler: Scheduler, plan: RoundPlan) -> None:
         """Do the work items of a plan, and have the scheduler learn what came of each."""
@@ -219,30 +246,26 @@ class FakeRunner:
         if self.record:
             self.items.append(work)
         began, fault = self.now, self.device.fail(work)
-        if isinstance(work, Decode) and self._text(self._model(work)).lacks_rows(work):
+        if isinstance(work, Decode) and self._model(work).rows.lacks_rows(work):
             fault = Fault("the rows of the step are lost")
-        if isinstance(work, Read) and self._text(self._model(work)).lacks_sources(work):
+        if isinstance(work, Read) and self._model(work).rows.lacks_sources(work):
             fault = Fault("the prompt that was to be kept is lost")
         passes: list[Pass] = []
         done: Done | None = None
         match work:
             case Read() | Decode() | ReadDraft() | Admit() | Release() | Rewind() | Forget():
                 done = self._change_rows(work, fault, passes)
-            case AdmitTexts():
-                self._model(work).texts.admit(work)
             case EmbedSlice():
                 passes += self._model(work).texts.passes(work)
                 done = self._model(work).texts.read(work, fault)
-            case ReleaseTexts():
-                self._model(work).texts.release(work.jobs)
             case LoadSlice():
                 done = self._load(work)
             case AttachSlice():
                 done = self._attach(work)
             case DetachSAE():
-                self._text(self._model(work)).watched = False
+                self._model(work).rows.watched = False
             case WatchFeatures():
-                text = self._text(self._model(work))
+                text = self._model(work).rows
                 text.watched = bool(work.features or work.top)
                 done = Watched(text.watched)
             case Reset():
@@ -269,14 +292,17 @@ class FakeRunner:
         fault: Fault | None,
         passes: list[Pass],
     ) -> Done | None:
-        text = self._text(self._model(work))
+        model = self._model(work)
         match work:
             case Admit():
-                return text.admit(work)
+                return model.admit(work)
             case Release():
-                return text.release(work, fault)
+                return model.release(work, fault)
             case Rewind():
-                text.rewind(work)
+                model.rewind(work)
+                return None
+        text = model.rows
+        match work:
             case Forget():
                 text.forget(work)
             case Read():
@@ -295,11 +321,6 @@ class FakeRunner:
         if work.model not in self._models:
             raise IllegalWork(f"model {work.model} is not loaded")
         return self._models[work.model]
-
-    def _text(self, model: _FakeModel) -> FakeText:
-        if model.text is None:
-            raise IllegalWork("this model does not generate text")
-        return model.text
 
     def _reset(self, model: _FakeModel) -> None:
         watched = model.text is not None and model.text.watched
@@ -339,7 +360,7 @@ class FakeRunner:
         )
 
     def _attach(self, work: AttachSlice) -> AttachStep:
-        self._text(self._model(work))
+        assert self._model(work).rows
         if work.order is not None:
             require(work.number not in self._attachments, "this number was given before")
             self._attachments[work.number] = work.order, self.device.load_slices

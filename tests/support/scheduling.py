@@ -28,7 +28,6 @@ from mlxsrv.engine.orders import (
     Budget,
     Cancel,
     Close,
-    Embed,
     Job,
     Load,
     Open,
@@ -61,7 +60,7 @@ class JobLog:
         first_at, ended_at: by the runner's clock.
     """
 
-    def __init__(self, order: Job | Embed, sent_round: int) -> None:
+    def __init__(self, order: Job, sent_round: int) -> None:
         self.order = order
         self.sent_round = sent_round
         self.end_round = float("inf")
@@ -142,10 +141,6 @@ class Bench:
             self.jobs[client, job.id] = JobLog(job, len(self.plans))
             self.send(Submit(job), client)
 
-    def embed(self, order: Embed, client: int = 1) -> None:
-        self.jobs[client, order.id] = JobLog(order, len(self.plans))
-        self.send(order, client)
-
     def cancel(self, *jobs: int, client: int = 1) -> None:
         for job in jobs:
             self.send(Cancel(job), client)
@@ -181,7 +176,7 @@ class Bench:
             self.scheduler.settle(work, self.runner.run(work))
             self._deliver()
         self.runner.end_round()
-        if self._shrunk is not None and not self._texts_hold_memory:
+        if self._shrunk is not None:
             self.runner.budget, self._shrunk = self._shrunk, None
         for job in self.jobs.values():
             if not job.ended:
@@ -206,13 +201,6 @@ class Bench:
                 return
             self.round()
         raise AssertionError("it does not end")
-
-    @property
-    def _texts_hold_memory(self) -> bool:
-        """Whether texts to embed have begun, which keep their memory to their ends: until then a
-        budget that has become smaller does not hold, and nothing is loaded."""
-        budgets = [client.budget for client in self.scheduler._clients.values()]
-        return any(texts.held for budget in budgets for texts in budget._texts)
 
     def _note(self, received: Received) -> None:
         """Note which jobs are told nothing any more."""

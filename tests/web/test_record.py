@@ -96,7 +96,7 @@ def test_a_crowd_is_replayed_to_the_same_plans(folders: Folders, tmp_path: Path)
     for reason in ("this token is refused", "the model computed NaN", "too many"):
         assert reason in done.stdout
     text = path.read_text()
-    for kind in ("Embed", "Cancel", "Attach", "Detach", "Rewind", "Forget"):
+    for kind in ("EmbedSlice", "Cancel", "Attach", "Detach", "Rewind", "Forget"):
         assert f'"type":"{kind}"' in text, kind
     assert text.count("[ab]{12}") == 1, "the grammar is in its order"
 

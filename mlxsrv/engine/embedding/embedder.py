@@ -8,7 +8,7 @@ Used on the device thread only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,9 @@ import numpy as np
 
 from mlxsrv.engine.embedding.embedding_models import EmbeddingDecoder, EmbeddingModel
 from mlxsrv.engine.embedding.pooling import Pooler
-from mlxsrv.engine.orders import Embed
-from mlxsrv.engine.outcomes import TextsRead
+from mlxsrv.engine.faults import note
+from mlxsrv.engine.orders import Job
+from mlxsrv.engine.outcomes import RowFailure, TextsRead
 from mlxsrv.engine.plans import EmbedSlice, TextSpan
 from mlxsrv.engine.ranks.rank_group import RankGroup
 from mlxsrv.formats.pooling import read_pooling_config
@@ -29,11 +30,11 @@ _CLEAR_EVERY = 64  # slices; their shapes differ, so buffers of one seldom serve
 
 
 class _EmbeddingJob:
-    """One order, and the vectors that are done."""
+    """One job, and the vectors that are done."""
 
-    def __init__(self, order: Embed) -> None:
-        self.texts = order.texts
-        self.firsts = order.firsts
+    def __init__(self, job: Job) -> None:
+        self.texts = job.texts
+        self.firsts = job.firsts
         self._vectors: Vectors | None = None
 
     def put(self, index: int, vector: Any) -> None:
@@ -84,22 +85,31 @@ class Embedder:
             costs = ranks.find_greatest(self.facts.kv_costs)
             self.facts = msgspec.structs.replace(self.facts, kv_costs=costs)
 
-    def admit(self, order: Embed) -> None:
-        """Take the texts of a job.
+    def admit(self, jobs: Iterable[Job]) -> tuple[RowFailure, ...]:
+        """Take the texts of these jobs. One is a failure if the model's files do not say how to
+        pool: before its texts are read, for they would be read in vain."""
+        failures: list[RowFailure] = []
+        for job in jobs:
+            try:
+                if not self._model.labels:
+                    self._find_pooler()
+            except Exception as error:
+                fault = note(error, "texts cannot be embedded")
+                failures.append(RowFailure(job.id, fault.reason))
+            else:
+                self._jobs[job.id] = _EmbeddingJob(job)
+        return tuple(failures)
 
-        Raises ValueError or OSError if the model's files do not say how to pool: before its texts
-        are read, for they would be read in vain.
-        """
-        if not self._model.labels:
-            self._find_pooler()
-        self._jobs[order.id] = _EmbeddingJob(order)
-
-    def release(self, jobs: Iterable[int]) -> None:
+    def release(self, jobs: Collection[int]) -> None:
         """Forget the texts and vectors of these jobs; others are ignored."""
+        self.rewind(jobs)
         for job in jobs:
             self._jobs.pop(job, None)
-            if self._long is not None and self._long.job == job:
-                self._long = None
+
+    def rewind(self, jobs: Collection[int]) -> None:
+        """Forget what is read of these jobs' long text: it is read anew."""
+        if self._long is not None and self._long.job in jobs:
+            self._long = None
 
     def reset(self) -> None:
         """Forget the texts and vectors of all jobs."""
@@ -124,7 +134,7 @@ class Embedder:
         if self._slices % _CLEAR_EVERY == 0:
             mx.clear_cache()
         complete = [job for job in work.completes if job in self._jobs]
-        return TextsRead(tokens, {job: self._jobs.pop(job).vectors for job in complete})
+        return TextsRead(tokens, {job: self._jobs[job].vectors for job in complete})
 
     def _tokens_of(self, text: TextSpan) -> tuple[int, ...]:
         return self._jobs[text.job].texts[text.index]

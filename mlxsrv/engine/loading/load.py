@@ -7,10 +7,12 @@ Used on the device thread only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from mlxsrv.engine.cache.kv_caches import KVCacheFactory, choose_kv_caches
 from mlxsrv.engine.embedding.embedder import Embedder
@@ -22,14 +24,17 @@ from mlxsrv.engine.execution.text_runner import TextRunner
 from mlxsrv.engine.loading.device_memory import set_limits, working_memory
 from mlxsrv.engine.loading.warm_up import warm_up, warm_up_encoder
 from mlxsrv.engine.loading.weights import ByteBudget, FileArrays, WeightReader
-from mlxsrv.engine.orders import Load
+from mlxsrv.engine.orders import Job, Load
+from mlxsrv.engine.outcomes import Admitted, Kept
 from mlxsrv.engine.patches.attention import patch_attention
+from mlxsrv.engine.plans import FreedRow
 from mlxsrv.engine.ranks.in_step import Meet
 from mlxsrv.engine.ranks.rank_group import RankGroup
 from mlxsrv.engine.steering.steerer import Steerer, fit_vectors
 from mlxsrv.engine.storage.storage import Storage
 from mlxsrv.formats.encoders import is_encoder
 from mlxsrv.formats.files import read_object
+from mlxsrv.generation.parameters import Constraint
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,27 @@ class ResidentModel:
     embedder: Embedder
     text: TextRunner | None = None
     steerer: Steerer | None = None
+
+    def admit(
+        self, jobs: Sequence[Job], make_constraint: Callable[[Job], Constraint | None]
+    ) -> Admitted:
+        """Take these jobs, with the constraint that is made for each that generates text."""
+        failures = self.embedder.admit([job for job in jobs if job.texts])
+        if self.text is None:
+            return Admitted(failures)
+        admitted = self.text.admit([job for job in jobs if not job.texts], make_constraint)
+        return msgspec.structs.replace(admitted, failures=failures + admitted.failures)
+
+    def free_rows(self, rows: Sequence[FreedRow]) -> Kept:
+        """Free these rows, at whatever stage they are. Raises what TextRunner's does."""
+        self.embedder.release([freed.row for freed in rows])
+        return Kept() if self.text is None else self.text.release(rows)
+
+    def rewind(self, rows: Collection[int]) -> None:
+        """Drop the KV caches of these rows, which stay. Raises what TextRunner's does."""
+        self.embedder.rewind(rows)
+        if self.text is not None:
+            self.text.rewind(rows)
 
     def reset(self) -> None:
         """Forget all rows, texts and cached prompts."""

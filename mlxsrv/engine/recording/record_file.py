@@ -17,14 +17,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from mlxsrv.engine.orders import Embed, Job
+from mlxsrv.engine.orders import Job
 from mlxsrv.engine.outcomes import Outcome
-from mlxsrv.engine.plans import Admit, AdmitTexts, WorkItem
+from mlxsrv.engine.plans import Admit, WorkItem
 from mlxsrv.engine.scheduling.scheduler import Received
 from mlxsrv.generation.outputs import Vectors
-from mlxsrv.generation.parameters import Sampling
 
-FORMAT = 6
+FORMAT = 7
 _GZIP = b"\x1f\x8b"
 
 Number = int | float | bool | None
@@ -84,13 +83,8 @@ def shorten(items: tuple[WorkItem, ...]) -> tuple[WorkItem, ...]:
 
 def _shorten(work: WorkItem) -> WorkItem:
     if isinstance(work, Admit):
-        jobs = tuple(
-            Job(job.id, job.model, (), job.max_tokens, frozenset(), Sampling()) for job in work.jobs
-        )
+        jobs = tuple(Job(job.id, job.model, max_tokens=job.max_tokens) for job in work.jobs)
         return msgspec.structs.replace(work, jobs=jobs)
-    if isinstance(work, AdmitTexts):
-        order = work.order
-        return msgspec.structs.replace(work, order=Embed(order.id, order.model, ()))
     return work
 
 

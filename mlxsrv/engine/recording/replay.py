@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import msgspec
 
 from mlxsrv.engine.events import Failed, Token
-from mlxsrv.engine.orders import Embed, Submit
+from mlxsrv.engine.orders import Submit
 from mlxsrv.engine.outcomes import Outcome
 from mlxsrv.engine.plans import WorkItem
 from mlxsrv.engine.recording.record_file import RecordedRound, RecordReader, shorten
@@ -97,9 +97,9 @@ class Replay:
     def _count(self, orders: Iterable[Received]) -> None:
         self.summary.rounds += 1
         for received in orders:
-            self.summary.jobs += isinstance(received.order, (Submit, Embed))
-            if isinstance(received.order, Embed):
-                self.summary.texts += len(received.order.texts)
+            if isinstance(received.order, Submit):
+                self.summary.jobs += 1
+                self.summary.texts += len(received.order.job.texts)
 
     def _settle(self, work: WorkItem, outcome: Outcome) -> None:
         self.summary.items += 1

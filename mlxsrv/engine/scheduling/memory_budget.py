@@ -14,8 +14,9 @@ What is to be done is decided at the beginning of each round, before a plan take
   So between two preemptions of a row each of the others draws tokens of a growth step, or all that
   it has left.
   No row is preempted for a younger one, and the oldest row of the client is never.
-- **A large text to embed** has its place among the rows that wait; see `embed_memory`. Rows that
-  need its memory, even the oldest, wait for its end.
+- **Texts to embed** need no memory to begin, so they get a slot at their turn. But a row with a
+  large text is one of those that wait for memory, once for each such text, and it is preempted as
+  others are.
 - **A draft model** follows the only row where there is room for what it reads. Cached prompts give
   way to that, and it gives way to rows.
 - **The oldest row** goes on until the budget is full of it alone. Then it ends, as at its limit.
@@ -34,7 +35,6 @@ from itertools import count
 import msgspec
 
 from mlxsrv.engine.events import Event, Progress, Shortage
-from mlxsrv.engine.scheduling.embed_memory import EmbedMemory
 from mlxsrv.engine.scheduling.groups import STEP, Fit, Growth
 from mlxsrv.engine.scheduling.memory_question import MemoryQuestion
 from mlxsrv.engine.scheduling.proposers import MOST
@@ -61,8 +61,6 @@ _SIGN_OF_LIFE = 32  # rounds between two Progress events of a preempted row
 
 
 Holder = tuple[RowMemory, Row]
-Waiting = Holder | EmbedMemory
-"""A row that waits, or the large text of a model that does."""
 
 
 class _Forecasts(msgspec.Struct, frozen=True):
@@ -70,32 +68,24 @@ class _Forecasts(msgspec.Struct, frozen=True):
 
     Attributes:
         rows: of each model's rows.
-        texts: bytes of large texts.
-        begun: models whose waiting large text is among these texts.
     """
 
     rows: dict[RowMemory, Forecast]
-    texts: int
-    begun: tuple[EmbedMemory, ...] = ()
 
     def bytes_after(self, growth: Growth, *, settled: bool = False) -> int:
         """The bytes; see `Forecast.bytes`."""
         rows = self.rows.values()
-        return self.texts + sum([each.bytes_after(growth, settled=settled) for each in rows])
+        return sum([each.bytes_after(growth, settled=settled) for each in rows])
 
-    def grant(self, *waiting: Waiting) -> _Forecasts:
+    def grant(self, *waiting: Holder) -> _Forecasts:
         """Return the forecast if these are admitted as well."""
-        found, texts, begun = {**self.rows}, self.texts, self.begun
+        found = {**self.rows}
         granted: dict[RowMemory, list[Row]] = {}
-        for each in waiting:
-            if isinstance(each, EmbedMemory):
-                texts, begun = texts + each.needed, (*begun, each)
-            else:
-                model, row = each
-                granted.setdefault(model, []).append(row)
+        for model, row in waiting:
+            granted.setdefault(model, []).append(row)
         for model, rows in granted.items():
             found[model] = model.foresee_granted(found[model], rows)
-        return _Forecasts(found, texts, begun)
+        return _Forecasts(found)
 
 
 class MemoryBudget:
@@ -103,7 +93,7 @@ class MemoryBudget:
 
     Attributes:
         bytes: that there are; None: as many as are wanted.
-        numbers: of rows and of texts' jobs, in the order of their turns, over all models.
+        numbers: of rows, in the order of their turns, over all models.
         free: bytes that nothing has taken or reserved in this round.
         events: those to send to the client; the schedules of its models append theirs, too.
     """
@@ -114,7 +104,6 @@ class MemoryBudget:
         self.events: list[Event] = []
         self.free = _UNBOUNDED
         self._models: list[RowMemory] = []
-        self._texts: list[EmbedMemory] = []
         self._question = MemoryQuestion(self.events.append)
         self._rounds = 0
         self._changes = 0  # of all groups, when it was last decided
@@ -143,15 +132,6 @@ class MemoryBudget:
         if model in self._models:
             self._models.remove(model)
 
-    def register_texts(self, texts: EmbedMemory) -> None:
-        """Count the texts of a model from now on."""
-        self._texts.append(texts)
-
-    def unregister_texts(self, texts: EmbedMemory) -> None:
-        """Count the texts of a model no more, if they were: it is gone."""
-        if texts in self._texts:
-            self._texts.remove(texts)
-
     @property
     def short(self) -> bool:
         """Whether memory is short, so that arrays grow by less than they would."""
@@ -162,8 +142,7 @@ class MemoryBudget:
         """Whether arrays take more than the budget now, until they shrink in the next steps."""
         if self.bytes is None or self.free >= 0:
             return False
-        texts = sum(each.held for each in self._texts)
-        return texts + sum(model.held for model in self._models) > self.bytes
+        return sum(model.held for model in self._models) > self.bytes
 
     @property
     def admits_more(self) -> bool:
@@ -209,8 +188,7 @@ class MemoryBudget:
             for model in self._models:
                 while model.book.head is not None:
                     model.book.serve_head()
-            for texts in self._find_waiting_texts():
-                texts.begin_large()
+                model.book.texts.begin_large()
             return
         changes = 0
         for model in self._models:
@@ -221,6 +199,8 @@ class MemoryBudget:
             self._lasting -= 1
             return
         self._changes, self._lasting = changes, 0
+        for model in self._models:
+            model.book.serve_texts()
         found = self._foresee()
         if not self._suffices(found, self.bytes):
             found = self._keep_within(found, self.bytes)
@@ -234,8 +214,7 @@ class MemoryBudget:
 
     def _foresee(self) -> _Forecasts:
         """Forecast what each model takes if no more texts are admitted."""
-        texts = sum([each.held for each in self._texts])
-        return _Forecasts({model: model.forecast() for model in self._models}, texts)
+        return _Forecasts({model: model.forecast() for model in self._models})
 
     def _suffices(self, found: _Forecasts, most: int) -> bool:
         """Whether there is room for all waiting texts, and for what all rows need in the next
@@ -250,11 +229,9 @@ class MemoryBudget:
                 waiting = _serve_heads(waiting)
         if taken > left:
             return False
-        for texts in found.begun:
-            texts.begin_large()
         for model, each in found.rows.items():
             # Where half of the memory is left, it is not counted how texts are padded.
-            model.grant(None if left - taken >= most // 2 else each.granted)
+            model.grant(each.granted, ample=left - taken >= most // 2)
             model.groups.fit, model.proposals_fit = growth.fit, True
         self.free = left - taken
         self._question.note_enough()
@@ -276,8 +253,7 @@ class MemoryBudget:
             if not holders:
                 break
             model, youngest = max(holders, key=_number)
-            alone = len(holders) == 1 and not found.texts
-            if alone and found.bytes_after(_LAST, settled=True) <= most:
+            if len(holders) == 1 and found.bytes_after(_LAST, settled=True) <= most:
                 youngest.end_soon()
                 break
             model.preempt(youngest)
@@ -294,13 +270,9 @@ class MemoryBudget:
 
     # Admission: whose text is read.
 
-    def _find_candidates(self) -> list[Waiting]:
-        """The rows and large texts that wait for memory, those of each model in their order."""
-        found: list[Waiting] = [(model, row) for model in self._models for row in model.candidates]
-        return [*found, *self._find_waiting_texts()]
-
-    def _find_waiting_texts(self) -> list[EmbedMemory]:
-        return [texts for texts in self._texts if texts.waits]
+    def _find_candidates(self) -> list[Holder]:
+        """The rows that wait for memory, those of each model in their order."""
+        return [(model, row) for model in self._models for row in model.candidates]
 
     def _grant(self, now: _Forecasts, most: int) -> _Forecasts:
         """Admit waiting texts in their order, up to the first that does not fit. Returns the
@@ -311,36 +283,25 @@ class MemoryBudget:
             wider = found.grant(waiting)
             needed = wider.bytes_after(_GROWN)
             if needed > most:
-                if self._refuse(waiting, most):
+                if self._refuse(*waiting, most):
                     return self._grant(now, most)  # another may have its place
                 self._question.ask(needed, most)
                 break
             found, taken = wider, needed
             candidates += _serve_heads([waiting])  # the loop comes to these as well
         self._give_way(taken + self._spare - most)
-        for texts in found.begun:
-            texts.begin_large()
         for model, each in found.rows.items():
             model.grant(each.granted)
         return found
 
-    def _refuse(self, waiting: Waiting, most: int) -> bool:
-        """End a row or a job whose text does not fit even alone, once the client has answered
-        MemoryShort for it. Returns whether it ends."""
-        if isinstance(waiting, EmbedMemory):
-            if refused := self._exceeds(waiting.number, waiting.needed, most):
-                waiting.refuse(most)
-            return refused
-        model, row = waiting
+    def _refuse(self, model: RowMemory, row: Row, most: int) -> bool:
+        """End a row whose text does not fit even alone, once the client has answered MemoryShort
+        for it. Returns whether it ends."""
         needed = model.count_alone(row, _GROWN)
-        if refused := self._exceeds(row.number, needed, most):
-            model.book.refuse(row, Shortage(needed, most, row.length))
+        refused = needed > most and self._question.ask_for(row.number, needed, most)
+        if refused:
+            model.book.refuse(row, Shortage(needed, most, model.count_tokens(row)))
         return refused
-
-    def _exceeds(self, number: int, needed: int, most: int) -> bool:
-        """Whether so many bytes are more than the budget, and the client has answered
-        MemoryShort."""
-        return needed > most and self._question.ask_for(number, needed, most)
 
     # How the arrays grow.
 
@@ -376,19 +337,17 @@ class MemoryBudget:
                 self.events += [Progress(row.id) for row in preempted]
 
 
-def _serve_heads(admitted: Iterable[Waiting]) -> list[Waiting]:
+def _serve_heads(admitted: Iterable[Holder]) -> list[Holder]:
     """Give slots to those of the admitted who are heads of their lines. Returns the next heads,
     whose numbers are higher than all others."""
-    found: list[Waiting] = []
-    for each in admitted:
-        if isinstance(each, EmbedMemory) or not each[1].queued:
-            continue
-        model, _ = each
-        model.book.serve_head()
-        if (head := model.book.head) is not None:
-            found.append((model, head))
+    found: list[Holder] = []
+    for model, row in admitted:
+        if row.queued:
+            model.book.serve_head()
+            if (head := model.book.head) is not None:
+                found.append((model, head))
     return found
 
 
-def _number(waiting: Waiting) -> int:
-    return waiting.number if isinstance(waiting, EmbedMemory) else waiting[1].number
+def _number(waiting: Holder) -> int:
+    return waiting[1].number

@@ -1,4 +1,4 @@
-"""The work items of a round for one model: its rows, and its texts to embed."""
+"""The work items of a round for one model, and what becomes of its jobs after an error."""
 
 from __future__ import annotations
 
@@ -6,24 +6,19 @@ from collections.abc import Collection
 
 from mlxsrv.engine.events import Failed, Finished, Token
 from mlxsrv.engine.faults import note
-from mlxsrv.engine.orders import Embed, Job, Load
+from mlxsrv.engine.orders import Job, Load
 from mlxsrv.engine.outcomes import EmbedFacts, Outcome, TextFacts, Watched
-from mlxsrv.engine.plans import (
-    AdmitTexts,
-    DetachSAE,
-    EmbedSlice,
-    ReleaseTexts,
-    Reset,
-    WatchFeatures,
-    WorkItem,
-)
-from mlxsrv.engine.scheduling.embed_schedule import EmbedSchedule
+from mlxsrv.engine.plans import DetachSAE, Reset, WatchFeatures, WorkItem
 from mlxsrv.engine.scheduling.job_line import JobLine
 from mlxsrv.engine.scheduling.memory_budget import MemoryBudget
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.scheduling.text_schedule import TextSchedule
 
 _NO_TEXT = "this model does not generate text"
+_ENCODER = TextFacts(
+    batched=True, cuts=True, pads=True, padding=0, vocabulary=0, prompt_cache_bytes=0
+)
+"""The facts of a model whose jobs are texts to embed only."""
 
 
 class ModelSchedule:
@@ -36,6 +31,9 @@ class ModelSchedule:
         text: of the model; None for an encoder.
         embed: of the model.
         budget: of the client; without bounds, unless given.
+
+    Attributes:
+        rows: the schedule of its rows.
     """
 
     def __init__(
@@ -60,87 +58,70 @@ class ModelSchedule:
 
     def _start(self) -> None:
         text, embed = self._facts
-        pace = Pace(self._order.prefill_chunk, self._order.max_gap)
-        slots = self._order.max_rows if text is None or text.batched else 1
+        text = _ENCODER if text is None else text
+        slots = self._order.max_rows if text.batched else 1
         self._line = JobLine(slots, self._budget.numbers)
-        self._embed = EmbedSchedule(self.number, embed, pace, self._budget, self._line)
-        self._text: TextSchedule | None = None
-        if text is not None:
-            self._text = TextSchedule(
-                self.number,
-                client=self.client,
-                max_rows=self._order.max_rows,
-                pace=pace,
-                facts=text,
-                budget=self._budget,
-                line=self._line,
-            )
-            self._text.watch(active=self._watched)
+        self.rows = TextSchedule(
+            self.number,
+            client=self.client,
+            max_rows=self._order.max_rows,
+            pace=Pace(self._order.prefill_chunk, self._order.max_gap),
+            facts=text,
+            embed=embed,
+            budget=self._budget,
+            line=self._line,
+        )
+        self.rows.watch(active=self._watched)
         self._texts_are_next = False
-
-    @property
-    def text_schedule(self) -> TextSchedule:
-        """The schedule of its rows. Raises ValueError for an encoder."""
-        if self._text is None:
-            raise ValueError(_NO_TEXT)
-        return self._text
 
     @property
     def generates(self) -> bool:
         """Whether it generates text."""
-        return self._text is not None
+        text, _ = self._facts
+        return text is not None
 
     @property
     def streaming(self) -> bool:
         """Whether rows are being decoded."""
-        return self._text is not None and self._text.streaming
+        return self.rows.streaming
 
     @property
     def idle(self) -> bool:
         """Whether a plan would be empty."""
-        idle = self._embed.idle and (self._text is None or self._text.idle)
-        return idle and not self._reset
+        return self.rows.idle and not self._reset
 
     @property
     def growth(self) -> int:
         """Bytes by which the KV caches of its rows grow with the next step."""
-        return 0 if self._text is None else self._text.memory.growth
+        return self.rows.memory.growth
 
     def statistics(self) -> dict[str, int]:
         """In numbers, as `/health` lists them."""
-        texts = self._embed.statistics()
-        rows = {"tokens": 0} if self._text is None else self._text.statistics()
-        reading = rows.get("reading_bytes", 0) + self._embed.reading_bytes
-        return texts | {"queued": len(self._line)} | rows | {"reading_bytes": reading}
+        texts = self.rows.memory.book.count_texts()
+        return {"texts": texts, "queued": len(self._line)} | self.rows.statistics()
 
     # Jobs.
 
-    def submit(self, order: Job | Embed) -> None:
+    def submit(self, job: Job) -> None:
         """Take a job. Raises ValueError or OverflowError if the model cannot do it."""
-        if isinstance(order, Embed):
-            self._embed.submit(order)
-        else:
-            self.text_schedule.submit(order)
+        if not (self.generates or job.texts):
+            raise ValueError(_NO_TEXT)
+        self.rows.submit(job)
 
     def cancel(self, job_ids: Collection[int]) -> None:
         """Forget these jobs; ids of other models' jobs are ignored."""
-        if self._text is not None:
-            self._text.cancel(job_ids)
-        self._embed.cancel(job_ids)
+        self.rows.cancel(job_ids)
 
     def fail(self, reason: str) -> list[Failed]:
         """End all jobs, since the model is unloaded."""
-        texts = [Failed(job, reason) for job in self._embed.fail()]
-        return [*(() if self._text is None else self._text.fail(reason)), *texts]
+        return self.rows.fail(reason)
 
     def end_all(self, reason: str) -> list[WorkItem]:
         """End all jobs, since the model is unloaded. Returns the last work items."""
-        if self._text is None or self._reset:  # what the runner has is of no use any more
+        if self._reset:  # what the runner has is of no use any more
             self._events += self.fail(reason)
             return []
-        items = self._text.end_all(reason)
-        self._events += [Failed(job, reason) for job in self._embed.fail()]
-        return items
+        return self.rows.end_all(reason)
 
     def contain(self, error: Exception) -> None:
         """End the jobs of this model only, after an error in deciding for it."""
@@ -166,7 +147,7 @@ class ModelSchedule:
     def watch(self, *, active: bool) -> None:
         """Note whether activations are looked at from now on."""
         self._watched = active
-        self.text_schedule.watch(active=active)
+        self.rows.watch(active=active)
 
     # Planning.
 
@@ -180,40 +161,33 @@ class ModelSchedule:
     def plan_rows(self) -> list[WorkItem]:
         """The work items that admit and free rows: before the steering changes that rows ask
         for."""
-        return [*self.plan_reset(), *self.text_schedule.plan_rows()]
+        return [*self.plan_reset(), *self.rows.plan_rows()]
 
     def plan_changes(self) -> list[WorkItem]:
-        """The work items that admit and free rows and texts, and drop cached prompts."""
+        """The work items that admit and free rows, and drop cached prompts."""
         items = self.plan_reset()
         # Where all is idle nothing is decided, so nothing can go wrong again and again.
-        if not self._embed.idle:
-            items += self._embed.take_changes()
-        if self._text is not None and not self._text.idle:
-            items += self._text.plan_rows()
+        if not self.rows.idle:
+            items += self.rows.plan_rows()
         return items
 
     def plan(self, *, beside: bool) -> list[WorkItem]:
         """The other work items of a round. `beside`: other models have streams."""
-        items: list[WorkItem] = []
         if self.idle:
-            return items
-        text = self._text
-        if text is not None:
-            items += text.plan_steps()
+            return []
+        rows, items = self.rows, self.rows.plan_steps()
         prompts, texts = self._choose(beside=beside)
-        if text is not None and prompts and (work := text.plan_slice(beside=beside)) is not None:
+        if prompts and (work := rows.plan_slice(beside=beside)) is not None:
             items.append(work)
-        if texts:
-            slice = self._embed.plan(decoding=self.streaming, beside=beside)
-            if slice is not None:
-                items.append(slice)
+        if texts and (slice := rows.texts.plan(decoding=self.streaming, beside=beside)) is not None:
+            items.append(slice)
         return items
 
     def _choose(self, *, beside: bool) -> tuple[bool, bool]:
         """Whether a slice of prompts is read, and one of texts: both, if there are texts. But while
         there are streams they take turns, since a slice of each may fill the streams' gap."""
-        texts = self._embed.pending
-        both = texts and self._text is not None and self._text.pending
+        texts = self.rows.texts.pending
+        both = texts and self.rows.pending
         if not both or not (beside or self.streaming):
             return True, texts
         self._texts_are_next = not self._texts_are_next
@@ -226,7 +200,4 @@ class ModelSchedule:
             return
         if self._reset or isinstance(work, Reset):
             return
-        if isinstance(work, (AdmitTexts, EmbedSlice, ReleaseTexts)):
-            self._events += self._embed.settle(work, outcome)
-        elif self._text is not None:
-            self._text.settle(work, outcome)
+        self.rows.settle(work, outcome)

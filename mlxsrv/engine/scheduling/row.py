@@ -34,7 +34,7 @@ class RowState(Enum):
     FETCHING = "fetching"
     """It has a slot; what is on disk of its prompt is looked for, and fetched."""
     PREFILLING = "prefilling"
-    """Its prompt is being read."""
+    """Its prompt is being read, or its texts are embedded."""
     FRESH = "fresh"
     """Its KV cache holds its text but for the last token, which is its next input."""
     DECODING = "decoding"
@@ -51,7 +51,12 @@ class RowState(Enum):
 
 
 _NEXT = {
-    RowState.QUEUED: {RowState.WAITING, RowState.FETCHING, RowState.ENDED},
+    RowState.QUEUED: {
+        RowState.WAITING,
+        RowState.FETCHING,
+        RowState.PREFILLING,
+        RowState.ENDED,
+    },
     RowState.WAITING: {RowState.PREFILLING, RowState.ENDED},
     RowState.FETCHING: {RowState.WAITING, RowState.ENDED},
     # A slice that failed sends its rows back to the queue, and so does want of memory.
@@ -112,7 +117,7 @@ class Row:
     Attributes:
         number: its place in the order in which turns come, from its turn on.
         admitted: the runner has admitted it already, though it is queued.
-        tokens_read: of its prompt, those that were read for it and were not cached.
+        tokens_read: of its prompt or its texts, those that were read for it and were not cached.
         drawn: tokens delivered; changed by `draw` only, as is `length`.
         length: tokens of its text: its prompt and the tokens delivered.
         most_length: the same when its job allows no more, or memory does not.
@@ -194,6 +199,11 @@ class Row:
         """Whether an SAE steers it. The runner admits it when it comes and not at its turn: the SAE
         may go meanwhile."""
         return self.job.steering is not None and self.job.steering.attachment > 0
+
+    @property
+    def embeds(self) -> bool:
+        """Whether its job is texts to embed: it has no prompt, and draws nothing."""
+        return bool(self.job.texts)
 
     @property
     def queued(self) -> bool:

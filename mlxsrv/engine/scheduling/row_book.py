@@ -23,6 +23,7 @@ from mlxsrv.engine.scheduling.proposers import Proposer
 from mlxsrv.engine.scheduling.recovery import Recovery
 from mlxsrv.engine.scheduling.row import Row, RowState
 from mlxsrv.engine.scheduling.store_schedule import StoreSchedule
+from mlxsrv.engine.scheduling.text_queue import TextQueue
 from mlxsrv.generation.parameters import Steering
 
 
@@ -51,7 +52,7 @@ class RowBook:
         model: the model's number.
         client: the number of the client that it belongs to.
         index: the cached prompts.
-        line, queue, groups, recovery: a row is in one of them.
+        line, queue, texts, groups, recovery: a row is in one of them.
         events: those that are to be sent to the client; more are appended here.
         store: prompts on disk; None: there are none.
         proposer: proposes tokens to the rows; None: nothing does.
@@ -59,7 +60,7 @@ class RowBook:
     Attributes:
         rows: by the ids of their jobs.
         short_of_memory: the next plan drops whatever is not needed.
-        index, queue, groups, recovery, proposer: as above.
+        index, queue, texts, groups, recovery, proposer: as above.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class RowBook:
         client: int,
         index: PromptIndex,
         queue: PromptQueue,
+        texts: TextQueue,
         groups: Groups,
         recovery: Recovery,
         line: JobLine,
@@ -82,6 +84,7 @@ class RowBook:
         self._store = store
         self.index = index
         self.queue = queue
+        self.texts = texts
         self.groups = groups
         self.recovery = recovery
         self.proposer = proposer
@@ -94,11 +97,12 @@ class RowBook:
 
     @property
     def settled(self) -> bool:
-        """Whether the runner has nothing to admit, to free or to drop, and no row has a KV
-        cache."""
+        """Whether the runner has nothing to admit, to free, to drop or to embed, and no row has a
+        KV cache."""
         # First what is seen at once, for this is asked several times a round.
         if (
             self.groups.count
+            or self.texts.ready
             or self.recovery.reading
             or (self._store is not None and not self._store.idle)
             or self._coming
@@ -111,7 +115,7 @@ class RowBook:
             return False
         fetching = sum(row.state is RowState.FETCHING for row in self.rows.values())
         waiting = len(self.queue.waiting) + len(self.recovery.rows) + fetching
-        return len(self.rows) == waiting + self._line.rows
+        return len(self.rows) == waiting + len(self.texts.jobs) + len(self._line)
 
     @property
     def waits(self) -> bool:
@@ -122,14 +126,14 @@ class RowBook:
     def head(self) -> Row | None:
         """The row whose turn it is, where there is a slot for it: it waits for memory."""
         # Where memory was short in a fault, fewer rows are served than there are slots.
-        served = len(self.rows) - self._line.rows
+        served = len(self.rows) - len(self._line)
         return self._line.head if served < self.recovery.fitting else None
 
     @property
     def short(self) -> int:
         """The number of rows that wait for memory, and for nothing else."""
         preempted = sum(row.state is RowState.PREEMPTED for row in self.queue.waiting)
-        return preempted + (0 if self.head is None else min(self._line.free, self._line.rows))
+        return preempted + (0 if self.head is None else min(self._line.free, len(self._line)))
 
     @property
     def decoding(self) -> int:
@@ -143,6 +147,11 @@ class RowBook:
         recovery = self.recovery
         return recovery.fitting - self.decoding - len(recovery.rows) - self.queue.rows
 
+    def count_texts(self) -> int:
+        """Texts that wait or are being read in several slices."""
+        queued = [len(row.job.texts) for row in self.rows.values() if row.queued]
+        return sum(queued) + len(self.texts)
+
     def find(self, job_id: int) -> Row | None:
         """None if the row has ended."""
         return self.rows.get(job_id)
@@ -154,7 +163,7 @@ class RowBook:
             ValueError: its prompt is empty, or its id is that of another row.
             OverflowError: a number in its prompt is not a token id.
         """
-        if not job.prompt:
+        if not (job.prompt or job.texts):
             raise ValueError("its prompt has no tokens")
         if job.id in self.rows:
             raise ValueError("there is a job of this id")
@@ -166,14 +175,28 @@ class RowBook:
         self.rows[row.id] = row
         if row.steered:
             self._coming.append(job)
-        self._line.join_row(row)
+        self._line.join(row)
+
+    def serve_texts(self) -> None:
+        """Give slots to the jobs of texts whose turn it is: they need no memory to begin."""
+        while (head := self.head) is not None and head.embeds:
+            self._serve(head)
 
     def serve_head(self) -> None:
-        """Give the head of the line its slot: its prompt waits to be read."""
+        """Give the head of the line its slot, since there is memory for it."""
         row = self._line.head
         assert row is not None, "nobody serves where nobody waits"
+        self._serve(row)
+        self.serve_texts()
+
+    def _serve(self, row: Row) -> None:
+        """Give this row, the head of the line, its slot: its prompt waits to be read, or its texts
+        to be embedded."""
         self._line.serve_head()
-        if self._store is not None and not row.steered:  # what is steered is not on disk
+        if row.embeds:
+            row.enter(RowState.PREFILLING)
+            self.texts.add(row)
+        elif self._store is not None and not row.steered:  # what is steered is not on disk
             row.enter(RowState.FETCHING)
         else:
             row.enter(RowState.WAITING)
@@ -189,6 +212,10 @@ class RowBook:
 
     def preempt(self, row: Row) -> None:
         """Drop a row's KV cache. The row stays, and waits again in its old place."""
+        if row.embeds:
+            self.texts.put_back(row)
+            self._rewound.append(row)
+            return
         recovery = self.recovery
         reading = [] if recovery.reading is None else recovery.reading.rows
         recovering = row is recovery.solo or row in reading
@@ -276,6 +303,8 @@ class RowBook:
                 return row.text[: row.held]
             case RowState.WAITING | RowState.PREEMPTED:
                 self.queue.waiting.remove(row)
+            case RowState.PREFILLING if row.embeds:
+                self.texts.remove(row)
             case RowState.PREFILLING:
                 return self.queue.stop_reading(row)
             case RowState.RECOVERING:

@@ -5,6 +5,7 @@ It counts by the facts of the model, before anything is taken:
 - the arrays of the groups that are decoded, as large as the next steps need them;
 - of each text that is being read, from its first slice on, the KV cache that it has at its end, or
   the slots that its rows take in a group, whichever is larger;
+- of a text to embed that is large, or is read in several slices, what it takes at its end;
 - what can be dropped at any time: cached prompts, also those that the runner is about to cache, and
   what the proposer has read.
 
@@ -19,13 +20,16 @@ from collections.abc import Sequence
 import msgspec
 
 from mlxsrv.engine.events import kv_bytes
-from mlxsrv.engine.outcomes import TextFacts
+from mlxsrv.engine.outcomes import EmbedFacts, TextFacts
 from mlxsrv.engine.scheduling.groups import GROWTH, GroupArrays, Growth
 from mlxsrv.engine.scheduling.prompt_queue import same_prompt
 from mlxsrv.engine.scheduling.reading import Reading
 from mlxsrv.engine.scheduling.recovery import choose_room
 from mlxsrv.engine.scheduling.row import Row
 from mlxsrv.engine.scheduling.row_book import RowBook
+
+_POOLING = 7
+"""Copies of a text's hidden states, at most, with which its vector is made: some are of 32 bits."""
 
 
 class Forecast(msgspec.Struct, frozen=True):
@@ -75,6 +79,7 @@ class RowMemory:
 
     Args:
         facts: of the model.
+        embed: the same, of texts to embed.
         slice: the most tokens of a slice of prompts.
         book: has the rows, and knows where they may be.
 
@@ -84,7 +89,7 @@ class RowMemory:
         book, index, queue, groups: as above, and the book's own.
     """
 
-    def __init__(self, facts: TextFacts, slice: int, book: RowBook) -> None:
+    def __init__(self, facts: TextFacts, embed: EmbedFacts, slice: int, book: RowBook) -> None:
         self.preemptions = 0
         self.proposals_fit = True
         self.book = book
@@ -92,7 +97,9 @@ class RowMemory:
         self.queue = book.queue
         self.groups = book.groups
         self._facts = facts
+        self._embed = embed
         self._slice = slice
+        self._texts = book.texts
         self._recovery = book.recovery
         self._joining: list[Reading] = []  # texts that were read since the last step
 
@@ -103,27 +110,30 @@ class RowMemory:
         """Rows that have a KV cache, or are getting one."""
         solo = self._recovery.solo
         reading = [row for each in self._readings for row in each.rows]
-        return [*self.groups.rows, *reading, *([] if solo is None else [solo])]
+        solos = [] if solo is None else [solo]
+        return [*self.groups.rows, *reading, *solos, *self._texts.holders]
 
     @property
     def candidates(self) -> list[Row]:
         """Rows whose texts may be read next, in the order of their numbers: those that wait and
-        have a place beside the others, the first of those that were lost in a fault, and the head
-        of the line."""
+        have a place beside the others, the first of those that were lost in a fault, the one whose
+        large text is embedded next, and the head of the line."""
         found = self.queue.waiting[: max(self.book.free, 0)]
         if (lost := self._recovery.next_lost) is not None:
             found = sorted([lost, *found], key=lambda row: row.number)
+        if (large := self._texts.large) is not None:
+            found = sorted([self._texts.jobs[large.job].row, *found], key=lambda row: row.number)
         if (head := self.book.head) is not None:
             found.append(head)
         return found
 
-    def grant(self, rows: Sequence[Row] | None) -> None:
-        """Allow the texts of these candidates to be read, and no others; None: all."""
-        if rows is None:
-            self.queue.granted, self._recovery.granted = None, True
-            return
-        self.queue.granted = sum([row.waits for row in rows])
-        self._recovery.granted = any(row.recovering for row in rows)
+    def grant(self, rows: Sequence[Row], *, ample: bool = False) -> None:
+        """Allow the texts of these candidates to be read, and no others. `ample`: any prompt that
+        comes may be read as well."""
+        self.queue.granted = None if ample else sum([row.waits for row in rows])
+        self._recovery.granted = ample or any(row.recovering for row in rows)
+        if any(row.embeds for row in rows):
+            self._texts.begin_large()
 
     def preempt(self, row: Row) -> None:
         """Drop a row's KV cache. It waits again in its old place, and its text is read anew."""
@@ -145,7 +155,12 @@ class RowMemory:
     def reading_bytes(self) -> int:
         """Bytes of the KV caches of texts that are being read, as they are at their ends, and of
         rows that are not decoded yet."""
-        return sum(map(self._measure, self._readings)) + self._joining_bytes
+        return sum(map(self._measure, self._readings)) + self._joining_bytes + self._embedded
+
+    @property
+    def _embedded(self) -> int:
+        """Bytes of the texts to embed that have begun, as they are at their ends."""
+        return sum([self.measure_embedded(text.length) for text in self._texts.begun])
 
     @property
     def _joining_bytes(self) -> int:
@@ -190,7 +205,7 @@ class RowMemory:
             now=groups.bytes + self._joining_bytes + self._count_solo(),
             arrays=arrays,
             joined=joined,
-            beside=sum(map(self.measure, self.index.promised)),
+            beside=sum(map(self.measure, self.index.promised)) + self._embedded,
             solo=solo_bytes,
             solo_joining=solo_joining,
         )
@@ -202,7 +217,10 @@ class RowMemory:
         """Return the forecast if the texts of these waiting rows are read as well."""
         granted, own = [*found.granted], list[int]()
         for row in rows:
-            if not any(same_prompt(row, each) for each in granted):
+            if row.embeds:
+                beside = found.beside + self._measure_large(row)
+                found = msgspec.structs.replace(found, beside=beside)
+            elif not any(same_prompt(row, each) for each in granted):
                 own.append(self._measure_text(row, self.queue.source_bytes(row)))
             granted.append(row)
         return self._foresee_texts(found, rows, own, tuple(granted))
@@ -238,14 +256,36 @@ class RowMemory:
     def count_alone(self, row: Row, growth: Growth) -> int:
         """Bytes that a row takes if no other is there: to be read, and then decoded until it has
         grown."""
+        if row.embeds:
+            return self._measure_large(row)
         own = self.measure(row.length)
         if row.job.max_tokens == 0 or not self._facts.batched:
             return own
         return max(own, GroupArrays(self.groups, [], 0, True).join([row]).bytes_after(growth))
 
+    def count_tokens(self, row: Row) -> int:
+        """Tokens of the text that a row waits with: of texts to embed, of the large one."""
+        large = self._texts.large if row.embeds else None
+        return row.length if large is None else large.length
+
     def measure(self, tokens: int) -> int:
         """Bytes of the KV cache of one row with so many tokens, at most."""
         return kv_bytes(self._facts.kv_costs, tokens + GROWTH, self._slice + GROWTH)
+
+    def measure_embedded(self, tokens: int) -> int:
+        """Bytes of a text to embed of so many tokens that is read in several slices, or is large. A
+        pass over as many tokens as a slice of a prompt may have needs no more than that slice, so
+        it is not counted; what it needs beyond these tokens is."""
+        if not self._embed.slices:
+            return self._embed.pass_bytes(tokens, tokens)
+        hidden = self._embed.hidden_bytes * tokens
+        cache = kv_bytes(self._embed.kv_costs, tokens + GROWTH, self._slice + GROWTH)
+        return hidden + max(cache, _POOLING * hidden)
+
+    def _measure_large(self, row: Row) -> int:
+        """Bytes of the large text of the row that is embedded next."""
+        large = self._texts.large
+        return 0 if large is None or row.queued else self.measure_embedded(large.length)
 
     def counters(self) -> dict[str, int]:
         """In numbers, as `/health` lists them."""

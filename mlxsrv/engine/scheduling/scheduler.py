@@ -28,7 +28,6 @@ from mlxsrv.engine.orders import (
     Cancel,
     Close,
     Detach,
-    Embed,
     Fetched,
     GetMemory,
     ImportModelCode,
@@ -188,7 +187,7 @@ class Scheduler:
         if isinstance(order, (Written, Fetched)):
             if order.model in self._models:
                 try:
-                    self._models[order.model].text_schedule.note_report(order)
+                    self._models[order.model].rows.note_report(order)
                 except Exception as error:
                     self._models[order.model].contain(error)
             return ()
@@ -198,9 +197,7 @@ class Scheduler:
             return ()
         match order:
             case Submit(job):
-                self._submit(client, job.model, job)
-            case Embed():
-                self._submit(client, order.model, order)
+                self._submit(client, job)
             case Cancel(job_id):
                 client.cancelled.add(job_id)
             case Budget(most):
@@ -221,16 +218,16 @@ class Scheduler:
             raise ModelNotLoaded("its model is not loaded")
         return self._models[client.models[name]]
 
-    def _submit(self, client: _Client, name: str, order: Job | Embed) -> None:
+    def _submit(self, client: _Client, job: Job) -> None:
         try:
-            model = self._find(client, name)
+            model = self._find(client, job.model)
         except ModelNotLoaded as error:
-            client.budget.events.append(Failed(order.id, str(error)))
+            client.budget.events.append(Failed(job.id, str(error)))
             return
         try:
-            model.submit(order)
+            model.submit(job)
         except Exception as error:
-            client.budget.events.append(Failed(order.id, str(error)))
+            client.budget.events.append(Failed(job.id, str(error)))
             # Of a job that cannot be, or of a number that is no token id.
             if not isinstance(error, (ServeError, ValueError, OverflowError)):
                 model.contain(error)

@@ -4,18 +4,19 @@ A slice holds texts of similar length, of any job, so that little of it is paddi
 starts from the longest text of the next job in turn, so a job of many texts does not hold up a job
 of few.
 
-Large texts wait apart until there is memory for one, and jobs take turns with them as well: see
-`embed_memory`. Then it is the long text, as soon as there is no other.
+A large text, of more tokens than a slice of a prompt may have, waits until there is memory for it:
+its row is then one of those that the memory budget looks at. Jobs take turns with these as well,
+and of each model one is read at a time. It is the long text, as soon as there is no other.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from mlxsrv.engine.orders import Embed
+from mlxsrv.engine.scheduling.row import Row
 
 _MOST_PADDED = 1.25  # tokens of a slice, padding included, for each real one
 
@@ -34,25 +35,24 @@ class QueuedTexts:
     """The texts of one job.
 
     Args:
-        order: the job.
-        number: of the job, among all that came.
+        row: the job's.
         most: tokens; texts of more are large.
 
     Attributes:
+        row: as above.
         waiting: those that no slice has taken, the shortest first; perhaps some that one has.
         large: those that are large, the longest first.
         missing: how many no slice has taken to their ends.
-        tokens: of all of them.
     """
 
-    def __init__(self, order: Embed, number: int, most: int) -> None:
-        texts = sorted(QueuedText(len(text), order.id, i) for i, text in enumerate(order.texts))
+    def __init__(self, row: Row, most: int) -> None:
+        all_texts = enumerate(row.job.texts)
+        texts = sorted(QueuedText(len(text), row.id, place) for place, text in all_texts)
         large = bisect_left(texts, (most + 1,))
-        self.number = number
+        self.row = row
         self.waiting = texts[:large]
         self.large = texts[large:][::-1]
-        self.missing = len(order.texts)
-        self.tokens = sum(text.length for text in texts)
+        self.missing = len(texts)
 
 
 class TextQueue:
@@ -66,11 +66,11 @@ class TextQueue:
 
     def __init__(self, *, slices: bool, most: int) -> None:
         self.jobs: dict[int, QueuedTexts] = {}
-        """By id, in the order of arrival."""
+        """By the ids of their rows, in the order of their turns."""
         self.tokens = 0
         """Tokens of all texts that wait, but for large ones."""
         self.begun: list[QueuedText] = []
-        """The long text, and perhaps a large one that is the long one next."""
+        """The long text, and perhaps a large one that is the long one next. They hold memory."""
         self.long_done = 0
         """Tokens of the long text that were taken."""
         self._most = most
@@ -96,6 +96,11 @@ class TextQueue:
         return bool(self._waiting or self.begun)
 
     @property
+    def holders(self) -> list[Row]:
+        """Rows of the texts that have begun."""
+        return [self.jobs[text.job].row for text in self.begun]
+
+    @property
     def large(self) -> QueuedText | None:
         """The large text that is to be begun next; None if there is none, or one has begun."""
         if not self._large or any(text.length > self._most for text in self.begun):
@@ -103,35 +108,46 @@ class TextQueue:
         return self.jobs[self._large[0]].large[0]
 
     def begin_large(self) -> None:
-        """Have the large text read that is to be begun next."""
-        assert self.large is not None, "nobody asks where there is none"
+        """Have the large text read that is to be begun next, if there is one."""
+        if self.large is None:
+            return
         job = self._large.popleft()
         self._set_begun([*self.begun, self.jobs[job].large.pop(0)])
         if self.jobs[job].large:
             self._large.append(job)
 
-    def add(self, order: Embed, number: int = 0) -> None:
-        job = QueuedTexts(order, number, self._most)
-        self.jobs[order.id] = job
-        self._turns.append(order.id)
+    def put_back(self, row: Row) -> None:
+        """Have the begun texts of a row wait again: their memory is needed for others."""
+        job = self.jobs[row.id]
+        for text in [text for text in self.begun if text.job == row.id]:
+            if text.length > self._most:
+                job.large.insert(0, text)
+            else:
+                insort(job.waiting, text)
+                insort(self._waiting, text)
+                self.tokens += text.length
+            turns = self._large if text.length > self._most else self._turns
+            if row.id not in turns:
+                turns.appendleft(row.id)
+        self._set_begun([text for text in self.begun if text.job != row.id])
+
+    def add(self, row: Row) -> None:
+        job = QueuedTexts(row, self._most)
+        self.jobs[row.id] = job
+        self._turns.append(row.id)
         if job.large:
-            self._large.append(order.id)
+            self._large.append(row.id)
         self._waiting = sorted(self._waiting + job.waiting)
         self.tokens += sum(text.length for text in job.waiting)
 
-    def remove(self, job_ids: Iterable[int]) -> list[int]:
-        """Forget these jobs, and their texts. Returns the ids of those that were there."""
-        gone = {job for job in job_ids if job in self.jobs}
-        if not gone:
-            return []
-        for job in gone:
-            del self.jobs[job]
-        self._turns = deque(job for job in self._turns if job not in gone)
-        self._large = deque(job for job in self._large if job not in gone)
-        self._waiting = [text for text in self._waiting if text.job not in gone]
-        self._set_begun([text for text in self.begun if text.job not in gone])
+    def remove(self, row: Row) -> None:
+        """Forget the texts of a row."""
+        del self.jobs[row.id]
+        self._turns = deque(job for job in self._turns if job != row.id)
+        self._large = deque(job for job in self._large if job != row.id)
+        self._waiting = [text for text in self._waiting if text.job != row.id]
+        self._set_begun([text for text in self.begun if text.job != row.id])
         self.tokens = sum(text.length for text in self._waiting)
-        return sorted(gone)
 
     def choose(self, limit: int, most: int) -> list[QueuedText]:
         """Take the texts of the next slice; none if it belongs to the long text, or there are none.
@@ -175,6 +191,17 @@ class TextQueue:
         if end == text.length:
             self._set_begun(self.begun[1:])
         return text, begin, end
+
+    def count_off(self, ended: Iterable[QueuedText]) -> tuple[int, ...]:
+        """Note that a slice takes these texts to their ends. Returns the jobs that have no other
+        text left."""
+        complete: list[int] = []
+        for text in ended:
+            job = self.jobs[text.job]
+            job.missing -= 1
+            if not job.missing:
+                complete.append(text.job)
+        return tuple(complete)
 
     def _set_begun(self, begun: list[QueuedText]) -> None:
         """Have these be the texts that have begun. If the first is another, it is the long one from

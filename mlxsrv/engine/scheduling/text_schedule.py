@@ -1,10 +1,10 @@
-"""The work items of a round for the rows of one model that generates text.
+"""The work items of a round for the rows of one model.
 
 A round of a model is, in this order: rows are admitted and freed; one step of all rows, and one of
-the row in the solo decoder; at most one slice of prompts. Tokens are delivered before the slice, so
-that no stream waits for the prompt of another job longer than it must.
+the row in the solo decoder; at most one slice of prompts, and one of texts to embed. Tokens are
+delivered before a slice, so that no stream waits for the prompt of another job longer than it must.
 
-- Which prompt is read next: `prompt_queue`; how much of it: `pace`.
+- Which prompt is read next: `prompt_queue`; how much of it: `pace`. Of texts: `embed_schedule`.
 - Rows whose lengths differ much have KV caches of their own: see `groups`.
 - After a fault rows are read anew: see `recovery`.
 - What KV caches may take, and which rows are preempted where that is too much: see `memory_budget`.
@@ -18,10 +18,18 @@ from collections.abc import Collection, Sequence
 
 from mlxsrv.engine.events import Failed, Finished, Progress, PromptRead, Token
 from mlxsrv.engine.orders import Job, StorageReport
-from mlxsrv.engine.outcomes import Decoded, Fault, Outcome, PromptsRead, TextFacts
+from mlxsrv.engine.outcomes import (
+    Decoded,
+    EmbedFacts,
+    Fault,
+    Outcome,
+    PromptsRead,
+    TextFacts,
+)
 from mlxsrv.engine.plans import (
     Admit,
     Decode,
+    EmbedSlice,
     Proposal,
     Read,
     ReadDraft,
@@ -29,6 +37,7 @@ from mlxsrv.engine.plans import (
     WorkItem,
     count_fed,
 )
+from mlxsrv.engine.scheduling.embed_schedule import EmbedSchedule
 from mlxsrv.engine.scheduling.groups import Groups
 from mlxsrv.engine.scheduling.job_line import JobLine
 from mlxsrv.engine.scheduling.memory_budget import MemoryBudget
@@ -44,6 +53,7 @@ from mlxsrv.engine.scheduling.row_memory import RowMemory
 from mlxsrv.engine.scheduling.spans import SpanMaker
 from mlxsrv.engine.scheduling.speculation import Speculation
 from mlxsrv.engine.scheduling.store_schedule import StoreSchedule
+from mlxsrv.engine.scheduling.text_queue import TextQueue
 
 _log = logging.getLogger("mlxsrv.engine")
 
@@ -57,11 +67,13 @@ class TextSchedule:
         max_rows: rows decoded together, those being read included.
         pace: decides how many tokens of prompts are read between two steps.
         facts: of the model.
+        embed: the same, of texts to embed; those of a decoder, unless given.
         budget: of the client; without bounds, unless given.
         line: of the model; its own, unless given.
 
     Attributes:
         memory: what the rows take.
+        texts: plans the slices of texts.
         budget: as above.
     """
 
@@ -73,6 +85,7 @@ class TextSchedule:
         max_rows: int,
         pace: Pace,
         facts: TextFacts,
+        embed: EmbedFacts | None = None,
         budget: MemoryBudget | None = None,
         line: JobLine | None = None,
     ) -> None:
@@ -84,6 +97,8 @@ class TextSchedule:
         self._index = PromptIndex(facts.prompt_cache_bytes, cuts=facts.cuts)
         self._groups = Groups(facts, self._max_rows)
         self._queue = PromptQueue(facts, self._index, self._groups)
+        embed = EmbedFacts(slices=True) if embed is None else embed
+        texts = TextQueue(slices=embed.slices, most=pace.most)
         self._spans = SpanMaker(facts, pace, self._queue, self._index)
         self._recovery = Recovery(self._max_rows, self._groups)
         proposer = make_proposer(facts)
@@ -100,6 +115,7 @@ class TextSchedule:
             client,
             self._index,
             self._queue,
+            texts,
             self._groups,
             self._recovery,
             line,
@@ -107,8 +123,9 @@ class TextSchedule:
             self._store,
             proposer,
         )
-        self.memory = RowMemory(facts, pace.most, self._book)
+        self.memory = RowMemory(facts, embed, pace.most, self._book)
         self.budget.register(self.memory)
+        self.texts = EmbedSchedule(model, embed, pace, self.budget, self.memory, self._book)
         # Of the plan under way.
         self._slice: list[Reading] = []
         self._slice_beside_steps = False
@@ -131,7 +148,8 @@ class TextSchedule:
     @property
     def idle(self) -> bool:
         """Whether a plan would be empty: there are no rows, or all wait for memory."""
-        return self._book.settled and not (self._book.waits and self.budget.admits_more)
+        waits = self._book.waits or self._book.texts.large is not None
+        return self._book.settled and not (waits and self.budget.admits_more)
 
     def statistics(self) -> dict[str, int]:
         return {
@@ -152,6 +170,8 @@ class TextSchedule:
 
     def submit(self, job: Job) -> None:
         """Take a job. Raises ValueError or OverflowError if it cannot be."""
+        if job.texts:
+            self.texts.check(job)
         self._book.enqueue(job)
 
     def cancel(self, job_ids: Collection[int]) -> None:
@@ -258,6 +278,8 @@ class TextSchedule:
                 self._settle_step(work, outcome)
             case Read():
                 self._settle_slice(work, outcome)
+            case EmbedSlice():
+                self.texts.settle(work, outcome)
             case Admit():
                 self._book.settle_admission(work, outcome)
             case Release():

@@ -18,9 +18,10 @@ from mlxsrv.engine.embedding.embedding_models import (
 )
 from mlxsrv.engine.embedding.pooling import pool
 from mlxsrv.engine.events import Failed
+from mlxsrv.engine.plans import WorkItem
 from mlxsrv.formats.pooling import Pooling
 from tests.support.effort import per_cache
-from tests.support.embedding import TEXTS, Bench, Texts, do, make_texts
+from tests.support.embedding import TEXTS, Bench, Texts, do, make_texts, take_events
 from tests.support.fixtures import ModelFolder
 from tests.support.tiny import FAMILIES
 
@@ -132,14 +133,18 @@ def test_no_text_is_read_of_a_job_whose_pooling_is_not_known(
     modules = folder / "modules.json"
     modules.symlink_to(modules)
     bench = Bench(folder)
-    bench.submit(1, make_texts(5, 6))
-    bench.submit(2, make_texts(5))
-    slice = bench.schedule.plan(decoding=False, beside=False)
+    items: list[WorkItem] = []
+    for number, lengths in ((1, (5, 6)), (2, (5,))):
+        bench.submit(number, make_texts(*lengths))
+        bench.schedule.budget.begin_round()
+        items += bench.schedule.plan_rows()
+    slice = bench.schedule.texts.plan(decoding=False, beside=False)
     assert slice is not None
     assert len(slice.texts) == 3
-    for work in [*bench.schedule.take_changes(), slice]:  # planned in one round
-        bench.events += bench.schedule.settle(work, do(work, bench.embedder))
+    for work in [*items, slice]:  # planned before it was known
+        bench.schedule.settle(work, do(work, bench.embedder))
         modules.unlink(missing_ok=True)
+    bench.events += take_events(bench.schedule)
     bench.finish()
     assert bench.slices == [[5]]
     assert bench.ended == [1, 2]
@@ -186,7 +191,7 @@ def test_short_texts_do_not_wait_for_a_long_one(model_folder: ModelFolder) -> No
     for _ in range(6):
         bench.step(decoding=True)
     assert bench.ended == [2]
-    assert bench.schedule.statistics() == {"texts": 2}
+    assert bench.schedule.memory.book.count_texts() == 2
     bench.finish(decoding=True)
     assert bench.ended == [2, 0, 1]
     np.testing.assert_allclose(
@@ -211,7 +216,7 @@ def test_a_cancelled_job_is_gone_at_whatever_stage(model_folder: ModelFolder) ->
     bench.step(decoding=True)
     bench.schedule.cancel([0, 7])
     bench.schedule.cancel([1])
-    assert bench.schedule.statistics() == {"texts": 1}
+    assert bench.schedule.memory.book.count_texts() == 1
     bench.finish(decoding=True)
     assert bench.ended == [2]
     assert sum(map(sum, bench.slices)) <= 8 + 12
@@ -222,9 +227,9 @@ def test_a_long_text_after_one_that_was_cancelled_is_read_from_its_beginning(
 ) -> None:
     texts = (tuple(range(200, 320)),)
     bench = Bench(model_folder("qwen3"), chunk=16)
-    bench.submit(0, make_texts(100))
+    bench.submit(1, make_texts(100))
     bench.step(decoding=True)
-    bench.schedule.cancel([0])
+    bench.schedule.cancel([1])
     found = bench.embed(texts, decoding=True)
     np.testing.assert_allclose(found, Bench(model_folder("qwen3")).embed(texts), atol=1e-5)
 
@@ -258,7 +263,7 @@ def test_what_a_model_cannot_do_is_said_at_once(model_folder: ModelFolder, bert:
     refuses(Bench(bert()), "pairs", TEXTS[:1], (1,))
     refuses(Bench(bert(2)), "makes no vectors", TEXTS[:1])
     refuses(Bench(bert()), "no tokens", ((1, 2), ()))
-    refuses(Bench(bert()), "no texts", ())
+    refuses(Bench(bert()), "no tokens", ())
     refuses(Bench(bert()), "129 tokens", make_texts(5, 129))
 
 

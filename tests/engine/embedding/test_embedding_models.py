@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from mlxsrv.engine.events import Failed
-from mlxsrv.engine.orders import Embed
+from mlxsrv.engine.orders import Job
 from mlxsrv.engine.plans import EmbedSlice
 from mlxsrv.errors import ServeError
 from tests.support.device import Listener, gate, generate, job, load, open_client, run
@@ -78,10 +78,10 @@ def test_vectors_come_through_a_client_beside_streams(model_folder: ModelFolder,
             client.submit(endless, heard := Listener())
             await heard.began.wait()
             found = await asyncio.gather(
-                client.embed(Embed(10**6, "m", texts)),
-                client.embed(Embed(10**6 + 1, "bert", texts)),
-                other.embed(Embed(10**6, "bert", texts)),
-                client.embed(Embed(10**6 + 2, "m", texts[:1])),
+                client.embed(Job(10**6, "m", texts=texts)),
+                client.embed(Job(10**6 + 1, "bert", texts=texts)),
+                other.embed(Job(10**6, "bert", texts=texts)),
+                client.embed(Job(10**6 + 2, "m", texts=texts[:1])),
             )
             client.cancel(endless.id)
             begun = heard.tokens[:300]
@@ -107,11 +107,11 @@ def test_what_ends_an_embedding_is_told(model_folder: ModelFolder, bert: Any) ->
             await client.load(load(model_folder("qwen3")))
             await client.load(load(bert(), "bert"))
             with pytest.raises(ServeError, match="is not loaded"):
-                await client.embed(Embed(10**6, "nobody", texts))
+                await client.embed(Job(10**6, "nobody", texts=texts))
             with pytest.raises(ServeError, match="129 tokens"):
-                await client.embed(Embed(10**6, "bert", make_texts(5, 129)))
+                await client.embed(Job(10**6, "bert", texts=make_texts(5, 129)))
             with gate(EmbedSlice) as held:
-                asked = asyncio.create_task(client.embed(Embed(10**6, "m", texts)))
+                asked = asyncio.create_task(client.embed(Job(10**6, "m", texts=texts)))
                 await held.reached()
                 reporting = asyncio.create_task(client.report())
                 await asyncio.sleep(0)  # its order is sent
@@ -120,15 +120,17 @@ def test_what_ends_an_embedding_is_told(model_folder: ModelFolder, bert: Any) ->
             asked.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await asked
-            await client.embed(Embed(10**6 + 1, "m", texts[:1]))  # not in the round of the cancel
+            await client.embed(
+                Job(10**6 + 1, "m", texts=texts[:1])
+            )  # not in the round of the cancel
             assert (await client.report()).models["m"]["texts"] == 0
             assert not client._receivers
             with gate(EmbedSlice) as held:
-                asked = asyncio.create_task(client.embed(Embed(10**6, "m", texts)))
+                asked = asyncio.create_task(client.embed(Job(10**6, "m", texts=texts)))
                 await held.reached()
                 client.unload("m")
             with pytest.raises(ServeError, match="its model was unloaded"):
                 await asked
-            assert len(await client.embed(Embed(10**6, "bert", texts[:2]))) == 2
+            assert len(await client.embed(Job(10**6, "bert", texts=texts[:2]))) == 2
 
     run(test)

@@ -23,15 +23,12 @@ from mlxsrv.engine.embedding.embedding_models import (
 from mlxsrv.engine.embedding.encoders.bert import Bert
 from mlxsrv.engine.embedding.encoders.layers import Encoder
 from mlxsrv.engine.embedding.encoders.modernbert import ModernBert
-from mlxsrv.engine.events import Embedded, Event, Shortage
-from mlxsrv.engine.orders import Embed
-from mlxsrv.engine.scheduling.embed_memory import EmbedMemory
-from mlxsrv.engine.scheduling.embed_schedule import EmbedSchedule
+from mlxsrv.engine.events import Embedded, Event
+from mlxsrv.engine.orders import Job
 from mlxsrv.engine.scheduling.pace import Pace
-from mlxsrv.engine.scheduling.text_queue import TextQueue
 from mlxsrv.formats.pooling import Pooling
 from tests.support.effort import per_cache
-from tests.support.embedding import run_slice
+from tests.support.embedding import make_schedule, run_slice
 from tests.support.encoders import CONFIGS
 from tests.support.fixtures import ModelFolder
 from tests.support.heavy import write_heavy
@@ -89,14 +86,14 @@ def measure_texts(embedder: Embedder, lengths: Sequence[int], budget: int) -> in
     """Embed texts within a budget, twice. Returns the bytes that MLX has in use at most the second
     time. By the clock each work takes a millisecond, so slices are as large as may be."""
     clock = partial(next, count(0.0, 0.001))
-    schedule = EmbedSchedule(1, embedder.facts, Pace(CHUNK, 1.0))
+    schedule = make_schedule(embedder.facts, Pace(CHUNK, 1.0))
     schedule.budget.set(budget)
     texts = tuple((5,) * length for length in lengths)
     events: list[Event] = []
 
     def embed() -> None:
         firsts = (1,) * len(texts) if embedder.facts.labels else ()
-        schedule.submit(Embed(len(events), "m", texts, firsts))
+        schedule.submit(Job(len(events), "m", texts=texts, firsts=firsts))
         while not schedule.idle:
             events.extend(run_slice(schedule, embedder, clock=clock))
 
@@ -137,10 +134,6 @@ def test_a_long_text_of_a_decoder_stays_within_the_budget(tmp_path: Path) -> Non
     check_budget(EmbeddingDecoder(model), tmp_path, (*[20] * 200, 5000), slots=8)
 
 
-def refuse(job: int, shortage: Shortage) -> None:
-    raise AssertionError(shortage)
-
-
 @pytest.mark.parametrize("type", [mx.float32, mx.bfloat16])
 @pytest.mark.parametrize("pooling", ["last", "max", "weightedmean"])
 def test_a_vector_is_made_within_the_memory_of_its_text(
@@ -158,7 +151,7 @@ def test_a_vector_is_made_within_the_memory_of_its_text(
     modules = [{"path": path, "type": f"sentence_transformers.{kind}"} for path, kind in kinds]
     (tmp_path / "modules.json").write_text(json.dumps(modules))
     embedder = Embedder(EmbeddingDecoder(model), tmp_path, "m")
-    memory = EmbedMemory(embedder.facts, CHUNK, TextQueue(slices=True, most=CHUNK), refuse)
-    budget = memory.measure(tokens := 600)
+    memory = make_schedule(embedder.facts, Pace(CHUNK, 1.0)).memory
+    budget = memory.measure_embedded(tokens := 600)
     taken = measure_texts(embedder, [tokens], budget)
     assert taken <= budget <= 6 * taken

@@ -16,7 +16,6 @@ from mlxsrv.engine.orders import (
     Budget,
     Close,
     Detach,
-    Embed,
     Job,
     Load,
     MakeReport,
@@ -65,7 +64,7 @@ class Chances:
                 bench.cancel(random.choice(numbers), client=client)
             case 2:
                 texts = tuple((1,) * random.randint(1, 90) for _ in range(3))
-                bench.embed(Embed(next(self._numbers), "m", texts), client=client)
+                bench.submit(Job(next(self._numbers), "m", texts=texts), client=client)
             case 3:
                 orders: list[Order] = [Unload("n"), Detach("m"), Watch("m", (), 1)]
                 bench.send(random.choice(orders), client)
@@ -85,7 +84,7 @@ class Chances:
         size = random.choice([1, 9, 65, 100, 200])
         prompt = tuple(Random(random.randint(0, 1)).choices(range(10, 90), k=size))
         log = self.bench.job(random.choice(numbers), client) if numbers else None
-        if log is not None and isinstance(log.order, Job) and random.random() < 0.5:
+        if log is not None and log.order.prompt and random.random() < 0.5:
             prompt = (*log.order.prompt, *log.tokens, random.randint(10, 12))
         scores = random.choice([None, None, None, 2])
         for _ in range(random.randint(1, 3)):

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from mlxsrv.engine.orders import Embed, Job
+from mlxsrv.engine.orders import Job
 from mlxsrv.engine.outcomes import Fault
 from mlxsrv.engine.plans import Decode, EmbedSlice, WorkItem
 from mlxsrv.engine.recording.record_file import FORMAT, RecordError, RecordReader
@@ -67,7 +67,7 @@ def test_works_that_fail_are_counted_by_their_reasons(
         bench = Bench(Failing())
     bench.load(LOAD)
     bench.submit(job(1, tuple(range(100))))
-    bench.embed(Embed(2, "m", ((1, 2), (3,))))
+    bench.submit(Job(2, "m", texts=((1, 2), (3,))))
     bench.finish()
     replay_record(str(tmp_path / "r"))
     reported = capsys.readouterr().out

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from mlxsrv.engine.events import PromptRead, Report, Started, Token
-from mlxsrv.engine.orders import Budget, Cancel, Embed, Job, MakeReport, Unload, Watch
+from mlxsrv.engine.orders import Budget, Cancel, Job, MakeReport, Unload, Watch
 from mlxsrv.engine.outcomes import EmbedFacts, StoreFacts
 from mlxsrv.engine.plans import Admit, Decode, Read, Release, Reset
 from mlxsrv.engine.scheduling.embed_schedule import EmbedSchedule
@@ -207,13 +207,13 @@ def test_a_policy_that_is_wrong_about_one_model_is_made_anew(
     assert bench.job(2).tokens == expected(bench, 2, 30)
 
 
-@pytest.mark.parametrize("name", ["take_changes", "plan", "settle"])
+@pytest.mark.parametrize("name", ["check", "plan", "settle"])
 def test_an_error_about_texts_is_contained(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     bench = make_two(FakeDevice(embed=EmbedFacts(slices=True)))
     break_once(monkeypatch, EmbedSchedule, name)
     bench.submit(job_of("n", 3, 5, 30), job(1, 5, 40))
     for number in (2, 4, 5):
-        bench.embed(Embed(number, "m", ((5,) * 70, (6,) * 80)))
+        bench.submit(Job(number, "m", texts=((5,) * 70, (6,) * 80)))
         bench.rounds(2)
     bench.finish()
     assert len(bench.items(Reset)) == 1

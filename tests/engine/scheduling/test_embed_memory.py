@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from mlxsrv.engine.events import Embedded, Shortage
-from mlxsrv.engine.orders import Budget, Embed
+from mlxsrv.engine.orders import Budget, Job
 from mlxsrv.engine.outcomes import EmbedFacts, TextFacts
 from mlxsrv.engine.plans import EmbedSlice, Forget, LoadSlice, Rewind
 from mlxsrv.engine.scheduling.groups import STEP
@@ -39,8 +39,8 @@ def bounded(
     return bench
 
 
-def texts(number: int, *lengths: int, model: str = "m") -> Embed:
-    return Embed(number, model, tuple((1,) * length for length in lengths))
+def texts(number: int, *lengths: int, model: str = "m") -> Job:
+    return Job(number, model, texts=tuple((1,) * length for length in lengths))
 
 
 def read(bench: Bench, number: int) -> list[tuple[int, int]]:
@@ -58,8 +58,8 @@ def test_a_large_text_waits_for_memory_and_small_ones_do_not(embed: EmbedFacts) 
     bench = bounded(6.5, embed)
     bench.submit(job(1, 300, 100))
     bench.rounds(8)
-    bench.embed(texts(2, LARGE))
-    bench.embed(texts(3, 50, 60))
+    bench.submit(texts(2, LARGE))
+    bench.submit(texts(3, 50, 60))
     bench.rounds(20)
     assert not read(bench, 2)
     assert embedded(bench, 3)
@@ -72,7 +72,7 @@ def test_a_large_text_waits_for_memory_and_small_ones_do_not(embed: EmbedFacts) 
 
 def test_an_encoder_reads_a_large_text_in_one_slice() -> None:
     bench = bounded(6.5, ENCODER)
-    bench.embed(texts(1, LARGE, 50))
+    bench.submit(texts(1, LARGE, 50))
     bench.finish()
     assert (0, LARGE) in read(bench, 1)
 
@@ -81,7 +81,7 @@ def test_a_large_text_has_its_place_among_rows() -> None:
     bench = bounded(6.5)
     bench.submit(job(1, 300, 100))
     bench.rounds(8)
-    bench.embed(texts(2, LARGE))
+    bench.submit(texts(2, LARGE))
     bench.submit(job(3, 20, 4))
     bench.finish()
     assert read_order(bench) == [1, 3]
@@ -96,7 +96,7 @@ def test_kept_prompts_give_way_to_a_large_text() -> None:
     bench.submit(job(1, 400, 4))
     bench.finish()
     assert bench.runner.text(1).kept_bytes
-    bench.embed(texts(2, LARGE))
+    bench.submit(texts(2, LARGE))
     bench.finish()
     assert embedded(bench, 2)
     assert bench.items(Forget)
@@ -108,7 +108,7 @@ def test_a_text_that_never_fits_is_refused_with_the_numbers_before_it_is_read(
     embed: EmbedFacts,
 ) -> None:
     bench = bounded(3, embed)
-    bench.embed(texts(1, 20 * STEP))
+    bench.submit(texts(1, 20 * STEP))
     bench.submit(job(2, 20, 4))
     bench.finish()
     [(_, missing)] = bench.shortages
@@ -126,7 +126,7 @@ def test_a_text_that_never_fits_is_refused_with_the_numbers_before_it_is_read(
 
 def test_a_larger_budget_is_an_answer() -> None:
     bench = bounded(3)
-    bench.embed(texts(1, LARGE))
+    bench.submit(texts(1, LARGE))
     bench.finish()
     [(_, missing)] = bench.shortages
     bench.send(Budget(3 * SLOT + missing))
@@ -134,36 +134,40 @@ def test_a_larger_budget_is_an_answer() -> None:
     assert embedded(bench, 1)
 
 
-def test_a_text_that_has_begun_keeps_its_memory_and_the_only_row_waits_for_its_end() -> None:
-    """The row would end as at its limit, if the budget were full of it alone."""
-    tokens = 30_000  # in slices of at most CHUNK, while the row grows twice
+@pytest.mark.parametrize("younger", ["row", "text"])
+def test_the_younger_of_a_row_and_a_text_that_has_begun_gives_way(younger: str) -> None:
+    tokens = 60_000  # in slices of at most CHUNK, while the row grows
     bench = bounded((tokens + STEP - 1) / STEP + 2.5, max_gap=0.001)
-    bench.submit(job(1, 100, 1000))
-    bench.rounds(8)
-    bench.embed(texts(2, tokens))
+    row, text = (2, 1) if younger == "row" else (1, 2)
+    for number in (1, 2):
+        bench.submit(texts(text, tokens) if number == text else job(row, 100, 1000))
+        bench.rounds(2)
     bench.finish()
-    assert bench.items(Rewind)
-    assert embedded(bench, 2)
-    assert bench.job(1).tokens == expected(bench, 1, 1000)
+    assert {each for work in bench.items(Rewind) for each in work.rows} == {2}
+    assert embedded(bench, text)
+    assert bench.job(row).tokens == expected(bench, row, 1000)
 
 
-def test_a_load_waits_until_a_text_that_has_begun_fits_into_a_smaller_budget() -> None:
+def test_a_text_that_has_begun_gives_way_to_a_load_and_is_read_again() -> None:
     bench = bounded(6)
-    bench.embed(texts(1, LARGE))
-    bench.round()
-    assert read(bench, 1)
+    bench.submit(texts(1, 50, LARGE))
+    bench.rounds(3)
+    assert len(read(bench, 1)) == 3
     bench.send(Budget(SLOT))
     bench.ask(msgspec.structs.replace(ORDER, model="n", path="/n"))
     bench.finish()
-    items = [work for work in bench.runner.items if isinstance(work, (EmbedSlice, LoadSlice))]
-    assert [type(work) for work in items] == [EmbedSlice] * (len(items) - 1) + [LoadSlice]
-    assert read(bench, 1)[-1][1] == LARGE
+    assert bench.items(LoadSlice)
+    assert not bench.job(1).ended, "the client may answer MemoryShort"
+    bench.send(Budget(6 * SLOT))
+    bench.finish()
+    assert embedded(bench, 1)
+    assert read(bench, 1).count((0, 50)) == 1, "what is done is done"
 
 
 def test_jobs_take_turns_with_large_texts() -> None:
     bench = bounded(6)
-    bench.embed(texts(1, *[LARGE] * 3))
-    bench.embed(texts(2, LARGE))
+    bench.submit(texts(1, *[LARGE] * 3))
+    bench.submit(texts(2, LARGE))
     ended = []
     while not bench.done:
         bench.round()
@@ -176,7 +180,7 @@ def test_a_small_text_is_read_in_one_slice_where_there_is_no_room_for_several(sl
     bench = bounded(slots, max_gap=0.001)
     bench.submit(job(1, 20, 100))
     bench.rounds(4)
-    bench.embed(texts(2, CHUNK))
+    bench.submit(texts(2, CHUNK))
     bench.finish()
     assert embedded(bench, 2)
     assert (len(read(bench, 2)) > 1) == (slots == 9)
@@ -186,9 +190,9 @@ def test_a_small_text_is_read_in_one_slice_where_there_is_no_room_for_several(sl
 @pytest.mark.parametrize(("slots", "most"), [(1000, 400), (3, 280), (1, 120), (0.1, 60)])
 def test_small_texts_share_a_pass_as_large_as_there_is_room_for(slots: float, most: int) -> None:
     bench = bounded(slots, EmbedFacts(slices=True, token_bytes=SLOT // 100, score_bytes=1))
-    bench.embed(texts(1, *[20] * 4))
+    bench.submit(texts(1, *[20] * 4))
     bench.finish()
-    bench.embed(texts(2, *[20] * 20))
+    bench.submit(texts(2, *[20] * 20))
     bench.finish()
     sizes = [20 * len(work.texts) for work in bench.items(EmbedSlice)]
     assert max(sizes) == most
@@ -199,9 +203,9 @@ def test_a_long_text_is_read_in_parts_for_whose_attention_there_is_room() -> Non
     tokens, room = 30_000, 40
     facts = msgspec.structs.replace(DECODER, score_bytes=1)
     bench = bounded((tokens + STEP) / STEP + room, facts)
-    bench.embed(texts(1, 300))
+    bench.submit(texts(1, 300))
     bench.finish()
-    bench.embed(texts(2, tokens))
+    bench.submit(texts(2, tokens))
     bench.finish()  # the runner looks at each part's bytes
     sizes = [end - begin for begin, end in read(bench, 2)[:-1]]
     assert sizes == sorted(sizes, reverse=True)
@@ -213,7 +217,7 @@ def test_texts_of_two_models_do_not_take_the_same_memory() -> None:
     bench = bounded(3, max_gap=0.001, models="mn")
     bench.submit(job(1, 20, 100))
     bench.rounds(4)
-    bench.embed(texts(2, CHUNK, model="m"))
-    bench.embed(texts(3, CHUNK, model="n"))
+    bench.submit(texts(2, CHUNK, model="m"))
+    bench.submit(texts(3, CHUNK, model="n"))
     bench.finish()
     assert sorted(len(read(bench, number)) > 1 for number in (2, 3)) == [False, True]

@@ -12,11 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxsrv.engine.events import Embedded, Event, Failed, Progress
-from mlxsrv.engine.orders import Embed
-from mlxsrv.engine.outcomes import EmbedFacts, Fault, Outcome, TextsRead
-from mlxsrv.engine.plans import AdmitTexts, EmbedSlice, ReleaseTexts, TextSpan
-from mlxsrv.engine.scheduling.embed_schedule import EmbedSchedule
+from mlxsrv.engine.orders import Job
+from mlxsrv.engine.outcomes import Admitted, EmbedFacts, Fault, Outcome, RowFailure, TextsRead
+from mlxsrv.engine.plans import Admit, EmbedSlice, FreedRow, Release, TextSpan
 from mlxsrv.engine.scheduling.pace import Pace
+from mlxsrv.engine.scheduling.text_schedule import TextSchedule
+from tests.support.embedding import make_schedule, take_events
 
 MODEL = 3
 CHUNK = 64
@@ -25,12 +26,12 @@ ENCODER = EmbedFacts(slices=False, longest=512)
 VECTORS = np.zeros((1, 2), np.float32)
 
 
-def order(number: int, *lengths: int, firsts: tuple[int, ...] = ()) -> Embed:
-    return Embed(number, "m", tuple((1,) * length for length in lengths), firsts)
+def order(number: int, *lengths: int, firsts: tuple[int, ...] = ()) -> Job:
+    return Job(number, "m", texts=tuple((1,) * length for length in lengths), firsts=firsts)
 
 
-def make(facts: EmbedFacts = DECODER, chunk: int = CHUNK, max_gap: float = 1.0) -> EmbedSchedule:
-    return EmbedSchedule(MODEL, facts, Pace(chunk, max_gap))
+def make(facts: EmbedFacts = DECODER, chunk: int = CHUNK, max_gap: float = 1.0) -> TextSchedule:
+    return make_schedule(facts, Pace(chunk, max_gap), MODEL)
 
 
 def padded(slice: EmbedSlice) -> int:
@@ -45,33 +46,34 @@ class FakeRunner:
         speed: tokens a second.
     """
 
-    def __init__(self, schedule: EmbedSchedule, speed: float = 1000.0) -> None:
+    def __init__(self, schedule: TextSchedule, speed: float = 1000.0) -> None:
         self.schedule = schedule
-        self.jobs: dict[int, Embed] = {}
+        self.jobs: dict[int, Job] = {}
         self.read: dict[tuple[int, int], int] = {}  # tokens, by job and text
         self.speed = speed
         self.now = 0.0
 
     def change(self) -> None:
         """Do the work items that come before a slice."""
-        for work in self.schedule.take_changes():
+        self.schedule.budget.begin_round()
+        for work in self.schedule.plan_rows():
             match work:
-                case AdmitTexts():
-                    assert work.order.id not in self.jobs
-                    self.jobs[work.order.id] = work.order
-                case ReleaseTexts():
-                    for job in work.jobs:
-                        del self.jobs[job]
+                case Admit():
+                    assert not any(job.id in self.jobs for job in work.jobs)
+                    self.jobs |= {job.id: job for job in work.jobs}
+                case Release():
+                    for freed in work.rows:
+                        del self.jobs[freed.row]
             assert work.model == MODEL
-            assert self.schedule.settle(work, Outcome(self.now, self.now)) == []
+            self.schedule.settle(work, Outcome(self.now, self.now))
+        assert take_events(self.schedule) == []
 
     def is_idle(self) -> bool:
         return self.schedule.idle
 
     def plan(self, *, decoding: bool = False, beside: bool = False) -> EmbedSlice:
-        self.schedule.budget.begin_round()
         self.change()
-        slice = self.schedule.plan(decoding=decoding, beside=beside)
+        slice = self.schedule.texts.plan(decoding=decoding, beside=beside)
         assert slice is not None
         return slice
 
@@ -79,18 +81,20 @@ class FakeRunner:
         began = self.now
         self.now += padded(slice) / self.speed
         if fault is not None:
-            return self.schedule.settle(slice, Outcome(began, self.now, None, Fault(fault)))
+            self.schedule.settle(slice, Outcome(began, self.now, None, Fault(fault)))
+            return take_events(self.schedule)
         for text in slice.texts:
             assert self.read.get((text.job, text.index), 0) == text.begin
             assert text.begin < text.end <= len(self.jobs[text.job].texts[text.index])
             self.read[text.job, text.index] = text.end
         vectors = {}
         for job in slice.completes:
-            texts = self.jobs.pop(job).texts
+            texts = self.jobs[job].texts
             assert [self.read[job, i] for i in range(len(texts))] == [*map(len, texts)]
             vectors[job] = VECTORS
         done = TextsRead(padded(slice), vectors)
-        return self.schedule.settle(slice, Outcome(began, self.now, done))
+        self.schedule.settle(slice, Outcome(began, self.now, done))
+        return take_events(self.schedule)
 
     def step(
         self, *, decoding: bool = False, beside: bool = False, fault: str | None = None
@@ -108,10 +112,10 @@ def ended(events: Iterable[Event]) -> list[int]:
 
 def test_nothing_is_planned_without_texts() -> None:
     schedule = make()
-    assert (schedule.idle, schedule.pending) == (True, False)
-    assert schedule.plan(decoding=False, beside=False) is None
-    assert schedule.take_changes() == []
-    assert schedule.statistics() == {"texts": 0}
+    assert (schedule.idle, schedule.texts.pending) == (True, False)
+    assert schedule.texts.plan(decoding=False, beside=False) is None
+    assert schedule.plan_rows() == []
+    assert schedule.memory.book.count_texts() == 0
 
 
 def test_a_slice_grows_to_a_quarter_of_a_second_where_nothing_streams() -> None:
@@ -153,7 +157,7 @@ def test_slices_beside_other_streams_take_a_part_of_their_gap() -> None:
 def test_slices_beside_own_streams_leave_time_for_steps() -> None:
     """The step and the pass take 0.02 s of a gap of 0.05 s; many slices take a step's time each."""
     pace = Pace(4096, 0.05)
-    runner = FakeRunner(EmbedSchedule(MODEL, DECODER, pace), speed=4000)
+    runner = FakeRunner(make_schedule(DECODER, pace, MODEL), speed=4000)
     runner.schedule.submit(order(1, 100))
     runner.step()
     pace.saw_step(None)
@@ -191,19 +195,19 @@ def test_an_encoder_reads_any_text_whole() -> None:
 @pytest.mark.parametrize(
     ("facts", "asked", "why"),
     [
-        (DECODER, order(1), "no texts"),
+        (DECODER, order(1), "no tokens"),
         (DECODER, order(1, 3, 0), "no tokens"),
         (ENCODER, order(1, 3, 513), "513 tokens is too long: this model reads 512"),
         (DECODER, order(1, 3, firsts=(1,)), "does not judge pairs"),
         (EmbedFacts(slices=False, labels=2), order(1, 3), "makes no vectors"),
     ],
 )
-def test_what_a_model_cannot_do_is_refused(facts: EmbedFacts, asked: Embed, why: str) -> None:
+def test_what_a_model_cannot_do_is_refused(facts: EmbedFacts, asked: Job, why: str) -> None:
     schedule = make(facts)
     with pytest.raises(ValueError, match=why):
         schedule.submit(asked)
     assert schedule.idle
-    assert schedule.take_changes() == []
+    assert schedule.plan_rows() == []
 
 
 # Ends.
@@ -231,6 +235,7 @@ def test_a_job_ends_with_its_last_text() -> None:
     assert slice.completes == (1,)
     assert isinstance(event, Embedded)
     assert event.vectors is VECTORS
+    runner.change()
     assert runner.is_idle()
     assert not runner.jobs
 
@@ -242,7 +247,7 @@ def test_a_fault_fails_the_jobs_of_its_slice_only() -> None:
     runner.schedule.submit(order(3, 10, 30))
     slice, events = runner.step(fault="no room")
     assert slice.texts == (TextSpan(3, 0, 0, 10), TextSpan(1, 0, 0, 11))
-    assert events == [Failed(1, "no room"), Failed(3, "no room")]
+    assert events == [Failed(3, "no room"), Failed(1, "no room")]
     runner.change()
     assert set(runner.jobs) == {2}
 
@@ -253,7 +258,7 @@ def test_a_fault_in_a_part_ends_the_long_text() -> None:
     runner.step(decoding=True)
     assert ended(runner.step(fault="lost", decoding=True)[1]) == [1]
     assert not runner.is_idle(), "the runner has its texts and its KV cache yet"
-    assert runner.schedule.take_changes() == [ReleaseTexts(model=MODEL, jobs=(1,))]
+    assert runner.schedule.plan_rows() == [Release(model=MODEL, rows=(FreedRow(1),))]
     assert runner.is_idle()
     runner.jobs.clear()
     runner.schedule.submit(order(2, 200))
@@ -264,9 +269,11 @@ def test_a_job_that_cannot_be_admitted_fails_alone() -> None:
     schedule = make()
     schedule.submit(order(1, 5))
     schedule.submit(order(2, 5))
-    first, _ = schedule.take_changes()
-    assert schedule.settle(first, Outcome(0, 0, None, Fault("no"))) == [Failed(1, "no")]
-    slice = schedule.plan(decoding=False, beside=False)
+    schedule.budget.begin_round()
+    [admit] = schedule.plan_rows()
+    schedule.settle(admit, Outcome(0, 0, Admitted((RowFailure(1, "no"),))))
+    assert take_events(schedule) == [Failed(1, "no")]
+    slice = schedule.texts.plan(decoding=False, beside=False)
     assert slice is not None
     assert {text.job for text in slice.texts} == {2}
 
@@ -275,7 +282,8 @@ def test_a_job_that_the_runner_has_not_seen_is_not_released() -> None:
     schedule = make()
     schedule.submit(order(1, 5))
     schedule.cancel([1, 2])
-    assert schedule.take_changes() == []
+    schedule.budget.begin_round()
+    assert schedule.plan_rows() == []
     assert schedule.idle
 
 
@@ -284,10 +292,8 @@ def test_a_model_that_goes_fails_all_its_jobs() -> None:
     for number in (1, 2):
         runner.schedule.submit(order(number, 100, 30))
     runner.step(decoding=True)
-    assert runner.schedule.fail() == [1, 2]
-    assert runner.schedule.statistics() == {"texts": 0}
-    assert runner.schedule.take_changes() == []
-    assert runner.schedule.idle
+    assert runner.schedule.fail("gone") == [Failed(1, "gone"), Failed(2, "gone")]
+    assert runner.schedule.plan_rows() == []
 
 
 # Whatever comes.
@@ -320,14 +326,13 @@ def test_every_job_ends_once_in_slices_within_their_limit(
             what = ""  # enough went wrong
         if waiting and (number % 2 == 0 or schedule.idle):
             schedule.submit(waiting.pop())
-        if what == "cancel" and schedule.pending:
-            gone = next(iter(schedule._queue.jobs))
+        if what == "cancel" and schedule.texts.pending:
+            gone = next(iter(schedule.memory.book.texts.jobs))
             schedule.cancel([gone])
             over.append(gone)
         number += 1
-        schedule.budget.begin_round()
         runner.change()
-        if not schedule.pending:
+        if not schedule.texts.pending:
             continue
         slice = runner.plan(**streams)
         most = CHUNK if any(streams.values()) else max(CHUNK, min(speed / 4, 16 * 1024))
@@ -361,9 +366,10 @@ def test_no_job_starves(
     longest = max(ceil(length / CHUNK) for lengths in (*before, *after) for length in lengths)
     slices = sum(ceil(length / CHUNK) for length in own)
     bound = 2 * (slices + len(own) * others * longest)
+    rows = schedule.memory.book.rows
     for number in range(bound):
-        while len(schedule._queue.jobs) < 1 + others:
-            name = 2000 + len(runner.read) + number * 100 + len(schedule._queue.jobs)
+        while len(rows) < 1 + others:
+            name = 2000 + len(runner.read) + number * 100 + len(rows)
             schedule.submit(order(name, *after[name % len(after)]))
         if 1000 in ended(runner.step(decoding=True)[1]):
             return

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mlxsrv.engine.events import Embedded, Report, Started
-from mlxsrv.engine.orders import Budget, Embed, Job, MakeReport, Turn
+from mlxsrv.engine.orders import Budget, Job, MakeReport, Turn
 from mlxsrv.engine.plans import Rewind
 from mlxsrv.engine.scheduling.groups import STEP
 from tests.support.fake_device import FACTS
@@ -94,7 +94,7 @@ def test_texts_to_embed_stand_in_the_line_of_rows() -> None:
     bench.submit(job(1, 5, 30))
     bench.rounds(3)
     for number in (2, 3, 4):
-        bench.embed(Embed(number, "m", ((1, 2), (3,))))
+        bench.submit(Job(number, "m", texts=((1, 2), (3,))))
     bench.submit(job(5, 5))
     bench.rounds(2)
     assert not any(bench.job(number).events for number in (2, 3, 4, 5))

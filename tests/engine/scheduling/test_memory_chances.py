@@ -11,7 +11,7 @@ from hypothesis import Phase, given, note, settings
 from hypothesis import strategies as st
 
 from mlxsrv.engine.events import Finished, KVCost, Token
-from mlxsrv.engine.orders import Budget, Embed, Job
+from mlxsrv.engine.orders import Budget, Job
 from mlxsrv.engine.outcomes import EmbedFacts, TextFacts
 from mlxsrv.engine.plans import Rewind
 from mlxsrv.engine.scheduling.groups import STEP
@@ -65,12 +65,12 @@ class Crowd:
         sizes = random.choices([5, 30, 70, 200, 600, 1500], k=random.choice([1, 1, 3, 20]))
         self._number += 1
         texts = tuple((5,) * size for size in sizes)
-        self.bench.embed(Embed(self._number, random.choice("mn"), texts))
+        self.bench.submit(Job(self._number, random.choice("mn"), texts=texts))
 
     def _follow(self, random: Random) -> None:
         """A chat goes on: a prompt and its answer begin the next prompt."""
         logs = list(self.bench.jobs.values())
-        if logs and isinstance(order := (log := random.choice(logs)).order, Job):
+        if logs and (order := (log := random.choice(logs)).order).prompt:
             prompt = (*order.prompt, *log.tokens, random.randint(10, 90))
             self._send(msgspec.structs.replace(order, prompt=prompt))
 
@@ -102,10 +102,9 @@ def check(crowd: Crowd, device: ChanceDevice) -> None:
     bench = crowd.bench
     rewound = Counter(row for work in bench.items(Rewind) for row in work.rows)
     logs = [bench.job(number) for number in range(1, len(bench.jobs) + 1)]
-    texts = sum(len(log.order.texts) for log in logs if isinstance(log.order, Embed))
     for place, log in enumerate(logs):
         assert log.ended, f"{log.order.id} does not end"
-        if isinstance(log.order, Embed):
+        if log.order.texts:
             assert log.failed is None or log.failed.shortage is not None or device.faults
             continue
         drawn = [device.draw(log.order, n) for n in range(len(log.tokens))]
@@ -121,16 +120,15 @@ def check(crowd: Crowd, device: ChanceDevice) -> None:
             at_end = last.id == END or len(log.tokens) == log.order.max_tokens
             assert at_end or last.finish == "length"
         if not device.faults:  # rows that are lost in a fault are rewound as well
-            check_preemptions(rewound[log.order.id], crowd.shrunk + texts, logs[: place + 1])
+            check_preemptions(rewound[log.order.id], crowd.shrunk, logs[: place + 1])
 
 
 def check_preemptions(preemptions: int, others: int, logs: list[JobLog]) -> None:
     """Between two preemptions of a row each older one draws the tokens of a growth step, or all
-    that it has left; but so many `others` may cost another one: smaller budgets, and texts to embed
-    that keep what they have been given."""
+    that it has left; but so many `others` may cost another one: smaller budgets."""
     most = 1 + others
     for log in logs:
-        if isinstance(log.order, Job):
+        if log.order.prompt:
             most += 1 + len(log.tokens) // STEP
     assert preemptions <= most
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mlxsrv.engine.events import Embedded, Event, Failed, Progress, Token
-from mlxsrv.engine.orders import Embed, Job
+from mlxsrv.engine.orders import Job
 from mlxsrv.engine.outcomes import LoadStep
 from mlxsrv.engine.plans import LoadSlice
 from mlxsrv.engine.runner import Runner
@@ -67,7 +67,7 @@ def test_prompts_and_texts_take_turns_beside_a_stream(model_folder: ModelFolder)
     bench = Bench(model_folder, prefill_chunk=8)
     bench.start_stream()
     bench.schedule.submit(job(2, tokens=400))
-    bench.schedule.submit(Embed(3, "m", TEXTS))
+    bench.schedule.submit(Job(3, "m", texts=TEXTS))
     moved = [
         {event.job for event in bench.round() if isinstance(event, Progress)} for _ in range(12)
     ]
@@ -78,7 +78,7 @@ def test_prompts_and_texts_take_turns_beside_a_stream(model_folder: ModelFolder)
 def test_without_streams_a_round_reads_both(model_folder: ModelFolder) -> None:
     bench = Bench(model_folder, prefill_chunk=8)
     bench.schedule.submit(job(2, tokens=400))
-    bench.schedule.submit(Embed(3, "m", TEXTS))
+    bench.schedule.submit(Job(3, "m", texts=TEXTS))
     assert {event.job for event in bench.round() if isinstance(event, Progress)} == {2, 3}
 
 
@@ -87,7 +87,7 @@ def test_an_error_in_a_step_spares_the_texts(
 ) -> None:
     bench = Bench(model_folder)
     bench.start_stream()
-    bench.schedule.submit(Embed(3, "m", TEXTS))
+    bench.schedule.submit(Job(3, "m", texts=TEXTS))
 
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("lost")
@@ -130,7 +130,7 @@ def test_an_error_in_texts_spares_the_rows(tmp_path: Path) -> None:
     (folder / "own.py").write_text(POISONED)
     bench = Bench(lambda _: folder, trust_remote_code=True)
     bench.start_stream()
-    bench.schedule.submit(Embed(3, "m", ((5, 6, POISON), *TEXTS)))
+    bench.schedule.submit(Job(3, "m", texts=((5, 6, POISON), *TEXTS)))
     events = [event for _ in range(4) for event in bench.round()]
     assert [event for event in events if isinstance(event, Failed)] == [
         Failed(3, "RuntimeError: lost")

@@ -20,7 +20,7 @@ NOTHING_KEPT = msgspec.structs.replace(FACTS, prompt_cache_bytes=0)
 
 
 def memory(bench: Bench) -> RowMemory:
-    return bench.scheduler._models[MODEL].text_schedule.memory
+    return bench.scheduler._models[MODEL].rows.memory
 
 
 def failing_step(number: int, facts: TextFacts = NOTHING_KEPT) -> FaultyDevice:

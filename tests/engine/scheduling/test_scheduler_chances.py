@@ -13,7 +13,6 @@ from mlxsrv.engine.orders import (
     Attach,
     Close,
     Detach,
-    Embed,
     GetMemory,
     Job,
     Load,
@@ -78,7 +77,7 @@ class Play:
         """A chat goes on: a prompt and its answer begin the next prompt."""
         logs = [log for (owner, _), log in self.bench.jobs.items() if owner == client]
         log = random.choice(logs) if logs else None
-        if log is not None and isinstance(log.order, Job):
+        if log is not None and log.order.prompt:
             prompt = (*log.order.prompt, *log.tokens, random.randint(10, 90))
             job = msgspec.structs.replace(log.order, id=self._take_id(client), prompt=prompt)
             self.bench.submit(job, client=client)
@@ -89,7 +88,7 @@ class Play:
     def _embed(self, random: Random, client: int, model: str) -> None:
         sizes = random.choices([1, 3, 10, 40, 90], k=random.randint(1, 4))
         texts = tuple((1,) * size for size in sizes)
-        self.bench.embed(Embed(self._take_id(client), model, texts), client=client)
+        self.bench.submit(Job(self._take_id(client), model, texts=texts), client=client)
 
     def _load(self, random: Random, client: int, model: str) -> None:
         path = random.choice(["/a", "/a", "/b", "/bad"])

@@ -13,9 +13,9 @@ from mlxsrv.engine.orders import (
     Budget,
     Close,
     Detach,
-    Embed,
     GetMemory,
     ImportModelCode,
+    Job,
     MakeReport,
     Submit,
     Unload,
@@ -117,7 +117,7 @@ def test_jobs_of_a_model_that_goes_fail() -> None:
 def test_orders_for_models_that_are_not_there_are_refused() -> None:
     bench = Bench()
     bench.submit(job(1, 5))
-    bench.embed(Embed(2, "m", ((1, 2),)))
+    bench.submit(Job(2, "m", texts=((1, 2),)))
     attached = bench.ask(Attach("m", 1, "/sae", 1))
     bench.send(Detach("m"))
     bench.send(Watch("m", (1,)))
@@ -131,7 +131,7 @@ def test_orders_for_models_that_are_not_there_are_refused() -> None:
 def test_an_encoder_embeds_and_does_not_generate() -> None:
     bench = make(FakeDevice(text=None))
     bench.submit(job(1, 5))
-    bench.embed(Embed(2, "m", ((1, 2), (3,))))
+    bench.submit(Job(2, "m", texts=((1, 2), (3,))))
     attached = bench.ask(Attach("m", 1, "/sae", 1))
     bench.send(Detach("m"))
     bench.send(Watch("m", (1,)))
@@ -208,7 +208,7 @@ def test_text_and_texts_have_slices_by_turns_beside_streams() -> None:
     bench.submit(job(1, 5, 100))
     bench.rounds(3)
     bench.submit(job(2, 1000))
-    bench.embed(Embed(3, "m", tuple((1,) * 60 for _ in range(10))))
+    bench.submit(Job(3, "m", texts=tuple((1,) * 60 for _ in range(10))))
     bench.finish()
     for plan in bench.plans:
         names = [type(work).__name__ for work in plan.items]

@@ -28,7 +28,7 @@ def entries(bench: Bench) -> int:
 
 
 def answered(bench: Bench, number: int) -> tuple[int, ...]:
-    return (*bench.job(number).order.prompt, *bench.job(number).tokens)  # type: ignore[union-attr]
+    return (*bench.job(number).order.prompt, *bench.job(number).tokens)
 
 
 def test_the_only_row_that_goes_on_from_a_prompt_takes_it() -> None:
@@ -178,7 +178,7 @@ def test_prompts_that_draw_nothing_are_kept() -> None:
 def test_bytes_that_are_lent_count_once() -> None:
     """Either as a kept prompt's or as the row's."""
     bench = make()
-    schedule = bench.scheduler._models[MODEL].text_schedule
+    schedule = bench.scheduler._models[MODEL].rows
     assert schedule is not None
 
     def check(plan: object) -> None:

@@ -5,12 +5,16 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxsrv.engine.orders import Embed
+from mlxsrv.engine.orders import Job
+from mlxsrv.engine.scheduling.prompt_index import as_tokens
+from mlxsrv.engine.scheduling.row import Row
 from mlxsrv.engine.scheduling.text_queue import TextQueue
 
 
-def add(queue: TextQueue, job_id: int, *lengths: int) -> None:
-    queue.add(Embed(job_id, "m", tuple((1,) * length for length in lengths)))
+def add(queue: TextQueue, job_id: int, *lengths: int) -> Row:
+    job = Job(job_id, "m", texts=tuple((1,) * length for length in lengths))
+    queue.add(row := Row(job, as_tokens(())))
+    return row
 
 
 def lengths(queue: TextQueue, limit: int = 100, most: int = 100) -> list[int]:
@@ -39,13 +43,32 @@ def long(queue: TextQueue) -> int | None:
 
 def test_a_text_longer_than_a_slice_takes_turns_with_the_others() -> None:
     queue = TextQueue(slices=True, most=1000)
-    add(queue, 7, 300)
+    row = add(queue, 7, 300)
     add(queue, 8, 40, 400)
     seen = [(lengths(queue), long(queue)) for _ in range(4)]
     assert seen == [([], 300), ([40], 300), ([], 300), ([], 300)]  # 400 waits for 300 to end
-    assert queue.remove([7, 9]) == [7]
+    queue.remove(row)
     assert long(queue) is None
     assert (lengths(queue), long(queue)) == ([], 400)
+
+
+def test_a_long_text_whose_memory_others_need_waits_again() -> None:
+    queue = TextQueue(slices=True, most=350)
+    rows = [add(queue, 7, 300), add(queue, 8, 400, 40)]
+    assert (lengths(queue), long(queue)) == ([], 300)
+    queue.read_on(100)
+    queue.begin_large()
+    assert queue.holders == rows
+    for row in rows:
+        queue.put_back(row)
+    assert (long(queue), queue.holders, len(queue), queue.tokens) == (None, [], 3, 340)
+    assert queue.large is not None
+    queue.begin_large()
+    assert (lengths(queue), long(queue)) == ([], 400)
+    assert queue.read_on(500)[1:] == (0, 400)
+    assert lengths(queue) == [40]
+    assert (lengths(queue), long(queue)) == ([], 300)
+    assert queue.read_on(500)[1:] == (0, 300)
 
 
 def test_short_texts_do_not_starve_a_long_one() -> None:
