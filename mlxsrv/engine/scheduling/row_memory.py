@@ -217,6 +217,8 @@ class RowMemory:
         """Return the forecast if the texts of these waiting rows are read as well."""
         granted, own = [*found.granted], list[int]()
         for row in rows:
+            if row.embeds and row.queued:
+                continue  # it needs no memory to begin
             if row.embeds:
                 beside = found.beside + self._measure_large(row)
                 found = msgspec.structs.replace(found, beside=beside)
