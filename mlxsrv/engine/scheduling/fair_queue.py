@@ -1,4 +1,4 @@
-"""The order in which the jobs of one model get a slot.
+"""The line of one model: its jobs that wait, and whose turn it is to get a slot.
 
 Rules:
 
@@ -51,14 +51,6 @@ class FairQueue(Generic[T]):
     def __len__(self) -> int:
         """The number of jobs that wait."""
         return len(self._waiting)
-
-    @property
-    def served(self) -> int:
-        """The number of jobs that are served."""
-        return len(self._served)
-
-    def waits(self, job: T) -> bool:
-        return job in self._waiting
 
     def enqueue(self, job: T, turn: Turn) -> None:
         """Wait, behind the client's others of the same priority that came before."""

@@ -5,8 +5,8 @@ What is to be done is decided at the beginning of each round, before a plan take
 
 - **Before a row gets a slot** all that its prompt needs is reserved: its KV cache, its row's place
   in a group, and a growth step of each row that is decoded, so that nobody has to go at once. Rows
-  are given memory in the order of their turns: see `job_line`. The head of a line that does not fit
-  waits, and none behind it is read before it.
+  are given memory in the order of their turns: see `fair_queue`. The head of a line that does not
+  fit waits, and none behind it is read before it.
 - **Before arrays grow** it is counted what they will take. If it is too much: cached prompts give
   way first; then arrays are made as small as they can be; then the youngest rows are preempted.
   Such a row loses its KV cache, keeps its slot and its place before all lines, and goes on later

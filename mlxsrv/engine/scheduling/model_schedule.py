@@ -9,7 +9,6 @@ from mlxsrv.engine.faults import note
 from mlxsrv.engine.orders import Job, Load
 from mlxsrv.engine.outcomes import EmbedFacts, Outcome, TextFacts, Watched
 from mlxsrv.engine.plans import DetachSAE, Reset, WatchFeatures, WorkItem
-from mlxsrv.engine.scheduling.job_line import JobLine
 from mlxsrv.engine.scheduling.memory_budget import MemoryBudget
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.scheduling.text_schedule import TextSchedule
@@ -58,18 +57,14 @@ class ModelSchedule:
 
     def _start(self) -> None:
         text, embed = self._facts
-        text = _ENCODER if text is None else text
-        slots = self._order.max_rows if text.batched else 1
-        self._line = JobLine(slots, self._budget.numbers)
         self.rows = TextSchedule(
             self.number,
             client=self.client,
             max_rows=self._order.max_rows,
             pace=Pace(self._order.prefill_chunk, self._order.max_gap),
-            facts=text,
+            facts=_ENCODER if text is None else text,
             embed=embed,
             budget=self._budget,
-            line=self._line,
         )
         self.rows.watch(active=self._watched)
         self._texts_are_next = False
@@ -97,8 +92,8 @@ class ModelSchedule:
 
     def statistics(self) -> dict[str, int]:
         """In numbers, as `/health` lists them."""
-        texts = self.rows.memory.book.count_texts()
-        return {"texts": texts, "queued": len(self._line)} | self.rows.statistics()
+        book = self.rows.memory.book
+        return {"texts": book.count_texts(), "queued": len(book.line)} | self.rows.statistics()
 
     # Jobs.
 

@@ -1,5 +1,9 @@
 """The rows of one model that have not ended: they are admitted, preempted and freed here.
 
+A row stands in the line first (see `fair_queue`). It gets a slot when it is its turn, a slot is
+free, and there is memory to read its text: the memory budget looks at the head of each line, and
+nobody behind it is served before. Texts to embed need no memory to begin.
+
 A row that has ended is freed by the next plan. Its KV cache goes to the prompt cache, where later
 prompts may begin with its text.
 """
@@ -15,8 +19,8 @@ from mlxsrv.engine.faults import NOT_A_NUMBER
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.outcomes import Admitted, Kept, KeptPrompt, Outcome
 from mlxsrv.engine.plans import Admit, Forget, FreedRow, Keep, Release, Rewind, WorkItem
+from mlxsrv.engine.scheduling.fair_queue import FairQueue
 from mlxsrv.engine.scheduling.groups import Groups
-from mlxsrv.engine.scheduling.job_line import JobLine
 from mlxsrv.engine.scheduling.prompt_index import PromptIndex, Tokens, as_tokens
 from mlxsrv.engine.scheduling.prompt_queue import PromptQueue
 from mlxsrv.engine.scheduling.proposers import Proposer
@@ -52,13 +56,15 @@ class RowBook:
         model: the model's number.
         client: the number of the client that it belongs to.
         index: the cached prompts.
-        line, queue, texts, groups, recovery: a row is in one of them.
+        queue, texts, groups, recovery: a row is in one of them, once it has a slot.
+        numbers: those of rows, in the order in which their turns come, over all models.
         events: those that are to be sent to the client; more are appended here.
         store: prompts on disk; None: there are none.
         proposer: proposes tokens to the rows; None: nothing does.
 
     Attributes:
         rows: by the ids of their jobs.
+        line: rows that wait for a slot.
         short_of_memory: the next plan drops whatever is not needed.
         index, queue, texts, groups, recovery, proposer: as above.
     """
@@ -72,12 +78,13 @@ class RowBook:
         texts: TextQueue,
         groups: Groups,
         recovery: Recovery,
-        line: JobLine,
+        numbers: Iterator[int],
         events: list[Event],
         store: StoreSchedule | None = None,
         proposer: Proposer | None = None,
     ) -> None:
         self.rows: dict[int, Row] = {}
+        self.line = FairQueue[Row]()
         self.short_of_memory = False
         self._model = model
         self._client = client
@@ -88,7 +95,8 @@ class RowBook:
         self.groups = groups
         self.recovery = recovery
         self.proposer = proposer
-        self._line = line
+        self._numbers = numbers
+        self._numbered: Row | None = None  # the head that has got its number
         self._events = events
         # For the next plan.
         self._coming: list[Job] = []
@@ -115,7 +123,7 @@ class RowBook:
             return False
         fetching = sum(row.state is RowState.FETCHING for row in self.rows.values())
         waiting = len(self.queue.waiting) + len(self.recovery.rows) + fetching
-        return len(self.rows) == waiting + len(self.texts.jobs) + len(self._line)
+        return len(self.rows) == waiting + len(self.texts.jobs) + len(self.line)
 
     @property
     def waits(self) -> bool:
@@ -125,15 +133,22 @@ class RowBook:
     @property
     def head(self) -> Row | None:
         """The row whose turn it is, where there is a slot for it: it waits for memory."""
+        row = self.line.next if self._free_slots > 0 else None
+        if row is not None and row is not self._numbered:
+            self._numbered = row
+            row.number = next(self._numbers)
+        return row
+
+    @property
+    def _free_slots(self) -> int:
         # Where memory was short in a fault, fewer rows are served than there are slots.
-        served = len(self.rows) - len(self._line)
-        return self._line.head if served < self.recovery.fitting else None
+        return self.recovery.fitting - (len(self.rows) - len(self.line))
 
     @property
     def short(self) -> int:
         """The number of rows that wait for memory, and for nothing else."""
         preempted = sum(row.state is RowState.PREEMPTED for row in self.queue.waiting)
-        return preempted + (0 if self.head is None else min(self._line.free, len(self._line)))
+        return preempted + (0 if self.head is None else min(self._free_slots, len(self.line)))
 
     @property
     def decoding(self) -> int:
@@ -175,24 +190,22 @@ class RowBook:
         self.rows[row.id] = row
         if row.steered:
             self._coming.append(job)
-        self._line.join(row)
+        self.line.enqueue(row, job.turn)
 
     def serve_texts(self) -> None:
         """Give slots to the jobs of texts whose turn it is: they need no memory to begin."""
         while (head := self.head) is not None and head.embeds:
-            self._serve(head)
+            self._serve()
 
     def serve_head(self) -> None:
         """Give the head of the line its slot, since there is memory for it."""
-        row = self._line.head
-        assert row is not None, "nobody serves where nobody waits"
-        self._serve(row)
+        self._serve()
         self.serve_texts()
 
-    def _serve(self, row: Row) -> None:
-        """Give this row, the head of the line, its slot: its prompt waits to be read, or its texts
-        to be embedded."""
-        self._line.serve_head()
+    def _serve(self) -> None:
+        """Give the head of the line its slot: its prompt waits to be read, or its texts to be
+        embedded."""
+        row, self._numbered = self.line.serve_next(), None
         if row.embeds:
             row.enter(RowState.PREFILLING)
             self.texts.add(row)
@@ -231,10 +244,13 @@ class RowBook:
     def end(self, row: Row, state: RowState = RowState.ENDED, *, kept: bool = True) -> None:
         """End a row, and have its KV cache kept, if it has any and `kept` is given."""
         unknown = row.queued and not row.steered  # to the runner
+        if row.queued:
+            self.line.leave(row)
+        else:
+            self.line.finish(row, row.tokens_read + len(row.drawn))
         text = self._withdraw(row)
         row.enter(state)
         del self.rows[row.id]
-        self._line.leave(row, row.tokens_read + len(row.drawn))
         if unknown:
             return
         asked, steering = row.prompt.size, row.job.steering

@@ -39,7 +39,6 @@ from mlxsrv.engine.plans import (
 )
 from mlxsrv.engine.scheduling.embed_schedule import EmbedSchedule
 from mlxsrv.engine.scheduling.groups import Groups
-from mlxsrv.engine.scheduling.job_line import JobLine
 from mlxsrv.engine.scheduling.memory_budget import MemoryBudget
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.scheduling.prompt_index import PromptIndex
@@ -69,7 +68,6 @@ class TextSchedule:
         facts: of the model.
         embed: the same, of texts to embed; those of a decoder, unless given.
         budget: of the client; without bounds, unless given.
-        line: of the model; its own, unless given.
 
     Attributes:
         memory: what the rows take.
@@ -87,7 +85,6 @@ class TextSchedule:
         facts: TextFacts,
         embed: EmbedFacts | None = None,
         budget: MemoryBudget | None = None,
-        line: JobLine | None = None,
     ) -> None:
         self._tokens = 0  # that were delivered
         self._model = model
@@ -105,8 +102,6 @@ class TextSchedule:
         self._speculation = None if proposer is None else Speculation(proposer)
         self.budget = MemoryBudget() if budget is None else budget
         self._events = self.budget.events
-        if line is None:
-            line = JobLine(self._max_rows, self.budget.numbers)
         self._store: StoreSchedule | None = None
         if facts.store is not None:
             self._store = StoreSchedule(model, facts, pace, self._index, self._queue)
@@ -118,7 +113,7 @@ class TextSchedule:
             texts,
             self._groups,
             self._recovery,
-            line,
+            self.budget.numbers,
             self._events,
             self._store,
             proposer,

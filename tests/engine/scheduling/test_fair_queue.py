@@ -185,7 +185,7 @@ def test_who_leaves_is_not_served_and_costs_nothing() -> None:
     queue = queue_of("a1", "a2", "a3", "b1")
     queue.leave("a1")
     queue.leave("a3")
-    assert (len(queue), queue.served) == (2, 0)
+    assert (len(queue), len(queue._served)) == (2, 0)
     assert served(queue) == ["a2", "b1"]
     with pytest.raises(LookupError):
         queue.serve_next()
@@ -270,7 +270,7 @@ class Turns(RuleBasedStateMachine):
     @invariant()
     def tells_its_state(self) -> None:
         assert len(self.queue) == len(self.waiting)
-        assert self.queue.served == len(self.running)
+        assert len(self.queue._served) == len(self.running)
         assert (self.queue.next is None) == (not self.waiting)
 
     def teardown(self) -> None:
