@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from itertools import takewhile
 from typing import Any
 
@@ -39,7 +39,6 @@ from mlxsrv.logs import log
 _log = logging.getLogger("mlxsrv.engine")
 
 _HEADER_ROOM = 64 * 1024  # bytes that a header takes, at most, or about
-_RETRY_SECONDS = 60.0  # after which a disk that took no more is tried again
 
 
 class HandedCache(msgspec.Struct, frozen=True):
@@ -97,23 +96,10 @@ class Transfer:
 
 
 class StoreCounts(msgspec.Struct):
-    """Files written. `full`: the disk took no more, or is not asked for now, since it took no more
-    before."""
+    """Files written. `full`: the disk took no more."""
 
     files: int = 0
     full: bool = False
-
-
-class _FullDisk(msgspec.Struct, frozen=True):
-    """A disk that took no more.
-
-    Attributes:
-        bytes: that all files in the folder had then.
-        until: when it is tried again, even if none of them was removed.
-    """
-
-    bytes: int
-    until: float
 
 
 class PromptStore:
@@ -123,26 +109,17 @@ class PromptStore:
         folder: where they are.
         fingerprint: of the model.
         cuts: KV caches can be cut anywhere, so they are stored in many nodes.
-        clock: seconds, from any time on.
 
     Attributes:
         held: the files of the fingerprint.
     """
 
-    def __init__(
-        self,
-        folder: StoreFolder,
-        fingerprint: str,
-        *,
-        cuts: bool,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, folder: StoreFolder, fingerprint: str, *, cuts: bool) -> None:
         self.held: StoredFiles = folder.open(fingerprint)
         self._folder = folder
         self._fingerprint = fingerprint
         self._cuts = cuts
-        self._clock = clock
-        self._full: _FullDisk | None = None  # the storage thread's
+        self._full = False  # the storage thread's
 
     def find_nodes(self, text: Text) -> list[NodeName]:
         """The nodes that together hold the longest beginning of `text`. Called on both threads."""
@@ -171,9 +148,6 @@ class PromptStore:
             for name in split(text, cuts=self._cuts):
                 if self.held.holds(name):
                     self._folder.touch(self.held, name)
-                elif not self._may_write:
-                    counts.full = True
-                    break
                 elif transfer.late or not (yield from self._write_node(name, text, transfer)):
                     break
                 else:
@@ -198,24 +172,18 @@ class PromptStore:
         pieces = encode(StoredNode(self._fingerprint, tokens, arrays, handed.states))
         if not (yield from self._folder.write(self.held, name, room, pieces)):
             return False
-        if self._full is not None:
-            self._full = None
+        if self._full:
+            self._full = False
             log(_log, logging.INFO, "prompts are stored again", folder=str(self._folder.path))
         return True
 
-    @property
-    def _may_write(self) -> bool:
-        """Whether the disk may take a file: it did, or a file was removed since, or time passed."""
-        full = self._full
-        return full is None or self._folder.nbytes < full.bytes or self._clock() >= full.until
-
     def _note_full(self, error: OSError) -> None:
-        """Write no more for a while. The log says so when it begins."""
-        if self._full is None:
+        """Have the log say that nothing is written, when that begins."""
+        if not self._full:
             reason = error.strerror or str(error)
             what, folder = "prompts are not stored for now", str(self._folder.path)
             log(_log, logging.WARNING, what, folder=folder, reason=reason)
-        self._full = _FullDisk(self._folder.nbytes, self._clock() + _RETRY_SECONDS)
+        self._full = True
 
     # On the storage thread: reading.
 
@@ -242,7 +210,7 @@ class PromptStore:
         except DamagedFile as error:
             what = "a stored prompt is removed"
             log(_log, logging.WARNING, what, file=name.file, reason=str(error))
-            self._folder.remove(self.held, name)
+            self._folder.remove(self.held, name.file)
             return None
         tokens = text[name.begin : name.end]
         same = node.tokens.size == tokens.size and bool((node.tokens == tokens).all())

@@ -25,14 +25,12 @@ import logging
 import os
 import re
 import stat
-import time
 from collections.abc import Generator, Iterable
 from contextlib import suppress
 from io import BufferedReader
 from itertools import count
+from operator import itemgetter
 from pathlib import Path
-
-import msgspec
 
 from mlxsrv.engine.storage.node_file import SUFFIX, NodeName
 from mlxsrv.logs import log
@@ -46,37 +44,29 @@ _OLD = "kv-*/*.mlxkv"  # files of older versions
 _SPARE = 50  # of the bound, one part goes beside what has to, so that not every write removes files
 
 
-class _File(msgspec.Struct):
-    """One file: its size, and when it was last used, in nanoseconds since 1970."""
-
-    size: int
-    used: int
-
-
 class StoredFiles:
     """The files of one fingerprint.
 
     Attributes:
         path: their folder.
-        files: by their names.
+        files: the sizes of files, by their names.
         bytes: of all files.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.files: dict[str, _File] = {}
+        self.files: dict[str, int] = {}
         self.bytes = 0
 
-    def put(self, name: str, size: int, used: int) -> None:
+    def put(self, name: str, size: int) -> None:
         """Note that a file is there."""
         self.take(name)
-        self.files[name] = _File(size, used)
+        self.files[name] = size
         self.bytes += size
 
     def take(self, name: str) -> None:
         """Note that a file is gone."""
-        if (file := self.files.pop(name, None)) is not None:
-            self.bytes -= file.size
+        self.bytes -= self.files.pop(name, 0)
 
     def holds(self, name: NodeName) -> bool:
         return name.file in self.files
@@ -158,8 +148,7 @@ class StoreFolder:
                 held.take(gone)
             for new in there.keys() - held.files.keys():
                 with suppress(FileNotFoundError):
-                    status = there[new].stat(follow_symlinks=False)
-                    held.put(new, status.st_size, status.st_mtime_ns)
+                    held.put(new, there[new].stat(follow_symlinks=False).st_size)
 
     # One file.
 
@@ -179,18 +168,15 @@ class StoreFolder:
         return file
 
     def touch(self, held: StoredFiles, name: NodeName) -> None:
-        """Note that a file was of use just now."""
-        now = time.time_ns()
-        if (known := held.files.get(name.file)) is not None:
-            known.used = now
+        """Note that a file was of use just now, for all processes: by its time of change."""
         with suppress(OSError):
-            os.utime(held.path / name.file, ns=(now, now))
+            os.utime(held.path / name.file)
 
-    def remove(self, held: StoredFiles, name: NodeName) -> None:
-        """Remove a file that is damaged."""
-        held.take(name.file)
+    def remove(self, held: StoredFiles, name: str) -> None:
+        """Remove a file. One that cannot be removed is not ours to use, nor to count."""
+        held.take(name)
         with suppress(OSError):
-            os.unlink(held.path / name.file)
+            os.unlink(held.path / name)
 
     def write(
         self,
@@ -237,7 +223,7 @@ class StoreFolder:
             raise
         finally:
             os.close(descriptor)
-        held.put(name.file, size, time.time_ns())
+        held.put(name.file, size)
         return True
 
     # The bound.
@@ -248,34 +234,20 @@ class StoreFolder:
         if self.nbytes <= wanted:
             return
         wanted -= self.most_bytes // _SPARE
-        for _ in range(2):  # files that others have used meanwhile stay, the first time
-            files = [
-                (file.used, name, held)
-                for held in self._stored.values()
-                for name, file in held.files.items()
-            ]
-            for used, name, held in sorted(files, key=lambda each: each[:2]):
-                if self.nbytes <= wanted:
-                    return
-                self._evict(held, name, used)
-
-    def _evict(self, held: StoredFiles, name: str, used: int) -> None:
-        """Remove a file, unless another process has used it since."""
-        path = held.path / name
-        try:
-            changed = os.lstat(path).st_mtime_ns
-            if changed > used:
-                held.files[name].used = changed
+        found: list[tuple[int, str, StoredFiles]] = []
+        for held in self._stored.values():
+            for name in [*held.files]:
+                try:
+                    found.append((os.lstat(held.path / name).st_mtime_ns, name, held))
+                except OSError:
+                    held.take(name)
+        for _, name, held in sorted(found, key=itemgetter(0)):
+            if self.nbytes <= wanted:
                 return
-            os.unlink(path)
-        except FileNotFoundError:
-            pass
-        except OSError:
-            return
-        held.take(name)
-        if not held.files:
-            with suppress(OSError):
-                os.rmdir(held.path)
+            self.remove(held, name)
+            if not held.files:
+                with suppress(OSError):
+                    os.rmdir(held.path)
 
 
 def _write(descriptor: int, piece: bytes | memoryview) -> int:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from mlxsrv.engine.storage.node_file import NODE, Text, split
+from mlxsrv.engine.storage.node_file import NODE, Text
 from mlxsrv.engine.storage.prompt_store import HandedCache, PromptStore, StoreCounts, Transfer
 from mlxsrv.engine.storage.store_folder import StoreFolder
 from tests.support.stored import full
@@ -23,13 +24,10 @@ def text(seed: int) -> Text:
 
 
 class Disk:
-    """The store of one model, without a thread. Its clock stands unless it is set to `now`."""
+    """The store of one model, without a thread."""
 
     def __init__(self, path: Path) -> None:
-        self.now = 0.0
-        self.folder = StoreFolder(path, 1 << 40)
-        self.store = PromptStore(self.folder, FINGERPRINT, cuts=True, clock=lambda: self.now)
-        self.held = self.store.held
+        self.store = PromptStore(StoreFolder(path, 1 << 40), FINGERPRINT, cuts=True)
 
     def write(self, seed: int) -> StoreCounts:
         handed = HandedCache({"0.0": np.ones((1, 4, NODE, 16), np.float32)}, {"0.0": 0}, None)
@@ -48,47 +46,15 @@ class Disk:
 def test_a_full_disk_ends_the_writing_with_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """And it begins again, which the log says as well, with the first prompt that is taken."""
+    caplog.set_level(logging.INFO)
     disk = Disk(tmp_path)
     disk.write(1)
-    kept = sorted(disk.held.path.iterdir())
+    kept = sorted(disk.store.held.path.iterdir())
     with full():
-        assert disk.write(2) == FULL
-    assert disk.write(3) == FULL, "it is not asked"
-    assert sorted(disk.held.path.iterdir()) == kept
+        assert disk.write(2) == disk.write(3) == FULL
+    assert sorted(disk.store.held.path.iterdir()) == kept
     assert disk.finds(1), "what is there is of use still"
     assert [(each.levelname, each.getMessage()) for each in caplog.records] == [("WARNING", STOPS)]
-
-
-def test_a_full_disk_is_tried_again_after_a_minute(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    disk = Disk(tmp_path)
-    with full():
-        assert disk.write(1) == FULL
-    disk.now = 59.0
-    assert disk.write(1) == FULL
-    disk.now = 60.0
-    with full():
-        assert disk.write(1) == FULL
-    disk.now = 119.0
-    assert disk.write(1) == FULL, "it was tried in vain, so another minute passes"
-    disk.now = 120.0
-    assert disk.write(1).files == 1
-    assert disk.write(2).files == 1
+    assert disk.write(2).files == disk.write(3).files == 1
     assert [each.getMessage() for each in caplog.records] == [STOPS, GOES_ON]
-
-
-@pytest.mark.parametrize("remover", ["this process", "another process"])
-def test_a_full_disk_is_tried_again_when_a_file_was_removed(tmp_path: Path, remover: str) -> None:
-    disk = Disk(tmp_path)
-    disk.write(1)
-    with full():
-        assert disk.write(2) == FULL
-    assert disk.write(2) == FULL
-    [name] = split(text(1), cuts=True)
-    if remover == "this process":
-        disk.folder.remove(disk.held, name)
-    else:
-        (disk.held.path / name.file).unlink()
-    assert disk.write(2).files == 1
