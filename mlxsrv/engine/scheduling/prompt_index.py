@@ -9,10 +9,10 @@ such an entry is of use only if the prompt begins with all of it. So entries are
 prompts are likely to go on: see `checkpoints`. Steering changes what a KV cache holds, so an entry
 is of use only to prompts that are steered alike.
 
-As a chat grows, new entries supersede those that are of little use beside them. Of the others, that
-of least *worth* is evicted where there is no room for all. It is worth the tokens that it will save
-reading, by the bytes that it takes. Its last uses tell: each counts with the tokens that it saved,
-and half a use of all its tokens is taken for granted. So:
+A new entry replaces those that it can be cut back to, and answers that a client did not take up. Of
+the others, that of least *worth* is evicted where there is no room for all. It is worth the tokens
+that it will save reading, by the bytes that it takes. Its last uses tell: each counts with the
+tokens that it saved, and half a use of all its tokens is taken for granted. So:
 
 - What is used again and again outlasts a flood of prompts that come once.
 - Of many prompts that begin with one system prompt, one is found for it, and stays: it saves
@@ -55,8 +55,6 @@ _MOST_ENTRIES = 128  # bounds a lookup where a model is so small that bytes woul
 _OPENING = 4
 _MOST_USES = 4  # of one prompt that count, so that it goes in time when nobody comes back to it
 _EXPECTED = 0.5  # uses that are taken for granted
-_MOST_LASTING = 6  # of one chat
-_MOST_ENDS = 2
 
 
 class Source(msgspec.Struct, frozen=True):
@@ -216,8 +214,10 @@ class PromptIndex:
             for each in self._promised.values()
             if each.beginning == beginning and not each.fetched
         ]
-        # Of several that share as much, the shortest: it is the least to copy.
-        for entry in sorted([*self._alike.get(beginning, ()), *promised], key=_SIZE):
+        alike = [*self._alike.get(beginning, ()), *promised]
+        # Of several that share as much, the shortest: it is the least to copy. Where each must be
+        # shared whole, the longest first: then shorter ones need not be compared.
+        for entry in sorted(alike, key=_SIZE, reverse=not self._cuts):
             shared = _share_more(entry.tokens, tokens, best.tokens)
             if shared > best.tokens and (entry.cuts or shared == entry.size):
                 best = Source(entry=entry.number, tokens=shared)
@@ -338,18 +338,19 @@ class PromptIndex:
                     self._put(entry)
 
     def _put(self, entry: Entry) -> None:
-        alike = [*self._alike.get(entry.beginning, ())]
+        alike = self._alike.get(entry.beginning, ())
         if entry.bytes > self._most_bytes or any(old.covers(entry) for old in alike):
             self._dropped.append(entry.number)
             return
         entry.floor = self._floor
-        older = self._find_older(entry, alike)
-        # The first to go on from a prompt is its next turn. Others branch off.
-        if older is not None and older.expected:
-            entry.uses = deque([*older.uses, *entry.uses], _MOST_USES)
-            older.uses.clear()
-            older.expected = 0.0
-        self._supersede(entry, alike)
+        shorter = sorted(filter(entry.begins_with, alike), key=_SIZE)
+        self._take_over(entry, shorter)
+        checkpoints = [old.size for old in shorter if old.lasting]
+        others = [old for old in alike if old not in shorter]
+        gone = shorter if entry.cuts else []  # it can be cut back to these
+        for old in [*gone, *(old for old in others if entry.outdates(old, checkpoints))]:
+            self._drop(old)
+            entry.uses.extend(old.uses)
         self._entries[entry.number] = entry
         self._alike[entry.beginning].append(entry)
         self.bytes += entry.bytes
@@ -357,40 +358,20 @@ class PromptIndex:
         while self.bytes > self._most_bytes or len(self._entries) > _MOST_ENTRIES:
             self._evict()
 
-    def _find_older(self, entry: Entry, alike: Iterable[Entry]) -> Entry | None:
-        """Return the longest entry with which this one begins: the earlier state of the same chat.
+    def _take_over(self, entry: Entry, shorter: Sequence[Entry]) -> None:
+        """Give an entry the uses of the longest one with which it begins, if it is the first to go
+        on from that: it is the next turn of the same chat. Others branch off.
 
-        None if there is none. None as well if the only one is a checkpoint: many chats share their
-        first checkpoint (the system message), so it does not show that the chat is the same.
+        Many chats share their first checkpoint (the system message), so where it is the only
+        shorter one it does not show that the chat is the same.
         """
-        states = sorted(filter(entry.begins_with, alike), key=_SIZE)
-        if not states or (states[-1].lasting and len(states) == 1):
-            return None
-        return states[-1]
-
-    def _supersede(self, entry: Entry, alike: Iterable[Entry]) -> None:
-        """Drop the entries that are of little use beside a new one, which has their uses.
-
-        Args:
-            entry: the new one.
-            alike: the others whose first tokens are the same.
-        """
-        covered = [old for old in alike if entry.covers(old)]
-        others = [old for old in alike if old not in covered]
-        states = sorted(filter(entry.begins_with, others), key=_SIZE)
-        others = [old for old in others if old not in states]
-        checkpoints = [old.size for old in states if old.lasting]
-        outdated = [old for old in others if entry.outdates(old, checkpoints)]
-        others = [old for old in others if old not in outdated]
-        superseded = [
-            old
-            for old in ([] if entry.cuts else find_superseded(states))
-            # One that another chat goes on from is of use to that.
-            if not any(other.begins_with(old) for other in others)
-        ]
-        for old in (*covered, *outdated, *superseded):
-            self._drop(old)
-            entry.uses.extend(old.uses)
+        if not shorter or (shorter[-1].lasting and len(shorter) == 1):
+            return
+        older = shorter[-1]
+        if older.expected:
+            entry.uses = deque([*older.uses, *entry.uses], _MOST_USES)
+            older.uses.clear()
+            older.expected = 0.0
 
     # An entry goes.
 
@@ -449,30 +430,8 @@ class PromptIndex:
         self._dropped.append(entry.number)
 
 
-def find_superseded(states: Sequence[Entry]) -> list[Entry]:
-    """Find the cached prompts of a chat that are of little use beside a longer one.
-
-    The last two ends of prompts and answers stay, for one who edits the last message or asks
-    again. So do six checkpoints: the shortest, which other chats share, the two longest, and
-    those between them that are farthest apart.
-
-    Args:
-        states: prompts that each begin with the one before it, and with which the new one begins.
-    """
-    ends = [state for state in states if not state.lasting]
-    lasting = [state for state in states if state.lasting]
-    gone = ends[:-_MOST_ENDS]
-    while len(lasting) > _MOST_LASTING:
-        inner = range(1, len(lasting) - 2)
-        least = min(inner, key=lambda i: lasting[i + 1].size - lasting[i - 1].size)
-        gone.append(lasting.pop(least))
-    return sorted(gone, key=_SIZE)
-
-
 def _share_more(one: Tokens, other: Tokens, most: int) -> int:
-    """The length of the longest common prefix, if it is more than `most`; else any number up to
-    that. Both begin with the same `most` tokens."""
-    # One that shares more has the same token behind these.
+    """The length of the longest common prefix; 0 if one token shows that it is not over `most`."""
     if min(one.size, other.size) <= most or one[most] != other[most]:
         return 0
     return common_prefix(one, other)
