@@ -94,7 +94,8 @@ class PromptsRead(msgspec.Struct, frozen=True, tag=True):
 
 
 class Decoded(msgspec.Struct, frozen=True, tag=True):
-    """The tokens of the step before, or several of each row where tokens were proposed.
+    """The tokens of the step before, or several of each row where tokens were proposed; or the one
+    that a suspect has drawn.
 
     These tokens count even if the step has failed.
 
@@ -296,7 +297,7 @@ class Outcome(msgspec.Struct, frozen=True):
         began, ended: seconds, by a clock that never goes back.
         done: the result, by the kind of the work item; of a failed one, as much as was done.
         fault: why it failed; None if it did not. The KV caches that it touched are dropped: those
-            of all rows of the decoder, of all spans that were read, or of the draft model.
+            of all rows of the step, of all spans that were read, or of the draft model.
     """
 
     began: float

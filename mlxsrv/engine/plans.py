@@ -155,11 +155,12 @@ def count_fed(proposals: Sequence[Proposal]) -> int:
 
 
 class Decode(_Item, frozen=True):
-    """One step for all rows of a decoder. Done: Decoded.
+    """One step for all rows that are decoded together, or for a suspect. Done: Decoded.
 
     Attributes:
-        solo: the step is that of the solo decoder, in which one row decodes alone after a step in
-            which it was has failed.
+        suspect: the step is for this row alone, whose text is read but for the last token, after a
+            step that has failed. It is fed that token, and Decoded has the token that it draws. So
+            its text is read but for the last token again, and it joins the others when it is read.
         groups: the rows by the KV cache that they share; None: as in the step before. A row may
             change from any group to any other.
         proposals: for each row, in their order, the tokens to verify; empty: the step is a plain
@@ -169,14 +170,14 @@ class Decode(_Item, frozen=True):
 
     title = "decoding"
 
-    solo: bool = False
+    suspect: int | None = None
     groups: tuple[RowGroup, ...] | None = None
     proposals: tuple[Proposal, ...] = ()
 
     @property
     def plain(self) -> bool:
         """Whether each row only draws its next token, beside the same rows as before."""
-        return not (self.solo or self.groups or self.proposals)
+        return not (self.suspect is not None or self.groups or self.proposals)
 
 
 class ReadDraft(_Item, frozen=True):

@@ -80,6 +80,11 @@ class Driver:
         spans = self.span(*rows, **more)
         return [kept for span in spans for kept in self.runner.read([span]).kept]
 
+    def join(self, row: int) -> None:
+        """Have a row join the others that has drawn its last tokens alone."""
+        read = len(self.prompts[row]) + len(self.drawn[row]) - 1
+        self.runner.read([Span(rows=(row,), begin=read, end=read, joins=(row,))])
+
     def read_together(self, *texts: Sequence[int]) -> None:
         self.runner.read([span for rows in texts for span in self.span(*rows)])
 
@@ -116,10 +121,7 @@ class Driver:
     @property
     def is_empty(self) -> bool:
         runner = self.runner
-        decoders = (runner._main, runner._solo)
-        return not (
-            runner._rows or runner._texts or runner._ready or any(each.rows for each in decoders)
-        )
+        return not (runner._rows or runner._texts or runner._ready or runner._decoder.rows)
 
 
 class Failing:

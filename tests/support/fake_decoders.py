@@ -1,4 +1,4 @@
-"""The decoders of one model, without the model: which rows share arrays, and what these take."""
+"""The decoder of one model, without the model: which rows share arrays, and what these take."""
 
 from __future__ import annotations
 
@@ -32,27 +32,40 @@ class FakeGroup:
 
 
 class FakeDecoder:
-    """Rows that are decoded together.
+    """The rows of one model that are read: those that are ready, and those that are decoded.
 
     Attributes:
+        ready: groups of rows that were read together.
+        groups: of rows that are decoded together.
         changed: rows have come or gone since the last step.
         lost: a release of this round has failed, so that its rows are lost.
         looked: rows and positions that the last step has looked at.
+        peak: bytes that arrays have taken at most since they were last looked at.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, facts: TextFacts) -> None:
+        self.ready: list[FakeGroup] = []
         self.groups: list[FakeGroup] = []
         self.changed = False
         self.lost = False
         self.looked: list[tuple[int, int]] = []
+        self.peak = 0
+        self._facts = facts
 
     @property
     def rows(self) -> list[FakeRow]:
+        """Those that are decoded."""
         return [row for group in self.groups for row in group.rows]
 
-    def remove(self, ids: set[int]) -> None:
-        before = len(self.rows)
-        self.groups = _without(self.groups, ids)
+    @property
+    def all_rows(self) -> list[FakeRow]:
+        """All rows that are ready or decoded."""
+        return [row for group in self._all() for row in group.rows]
+
+    def remove(self, ids: Iterable[int]) -> None:
+        gone, before = {*ids}, len(self.rows)
+        self.ready = _without(self.ready, gone)
+        self.groups = _without(self.groups, gone)
         self.changed |= before != len(self.rows)
 
     def abandon(self) -> None:
@@ -71,45 +84,6 @@ class FakeDecoder:
             most = group.room.columns
             require(written <= most, written, "tokens of a row in", most)
 
-
-class FakeDecoders:
-    """The rows of one model that are read: those that are ready, and those of both decoders.
-
-    Attributes:
-        ready: groups of rows that were read together.
-        main, solo: the decoders.
-        peak: bytes that arrays have taken at most since they were last looked at.
-    """
-
-    def __init__(self, facts: TextFacts) -> None:
-        self.ready: list[FakeGroup] = []
-        self.main = FakeDecoder()
-        self.solo = FakeDecoder()
-        self.peak = 0
-        self._facts = facts
-
-    def find(self, *, solo: bool) -> FakeDecoder:
-        return self.solo if solo else self.main
-
-    @property
-    def both(self) -> tuple[FakeDecoder, FakeDecoder]:
-        return self.main, self.solo
-
-    @property
-    def rows(self) -> list[FakeRow]:
-        """All rows that are ready or decoded."""
-        return [row for group in self._all() for row in group.rows]
-
-    def holds(self, row: FakeRow) -> bool:
-        """Whether the row has a KV cache that others may begin with."""
-        return any(row in group.rows for group in (*self.ready, *self.main.groups))
-
-    def remove(self, ids: Iterable[int]) -> None:
-        gone = {*ids}
-        self.ready = _without(self.ready, gone)
-        for decoder in self.both:
-            decoder.remove(gone)
-
     # Bytes.
 
     @property
@@ -122,7 +96,7 @@ class FakeDecoders:
         return self._facts.kv_bytes(-(-tokens // STEP) * STEP)
 
     def _all(self) -> list[FakeGroup]:
-        return [*self.ready, *self.main.groups, *self.solo.groups]
+        return [*self.ready, *self.groups]
 
     def _measure_groups(self, groups: Sequence[FakeGroup]) -> int:
         arrays = sum(self._measure_room(group.room) for group in groups if group.room is not None)
@@ -136,25 +110,17 @@ class FakeDecoders:
 
     # Arranging.
 
-    def arrange(self, groups: Sequence[RowGroup], *, solo: bool) -> None:
-        """Have the rows of a decoder be these."""
+    def arrange(self, groups: Sequence[RowGroup]) -> None:
+        """Have the rows that are decoded be these."""
         wanted = {row_id for group in groups for row_id in group.rows}
         for each in groups:
             require(len(each.rows) <= each.slots, len(each.rows), "rows in", each.slots, "slots")
-        decoder, other = self.find(solo=solo), self.find(solo=not solo)
-        absorbed = not wanted.isdisjoint(row.id for row in other.rows)
-        if absorbed:
-            require(not solo, "rows that are decoded go to the solo decoder")
-            require(len(other.groups) == 1, "a part of a decoder joins another")
         coming = [group for group in self.ready if not wanted.isdisjoint(group.ids)]
-        left = [*decoder.groups, *(other.groups if absorbed else ()), *coming]
+        left = [*self.groups, *coming]
         self._note_peak(groups, left)
-        decoder.groups = [_merge(group, left) for group in groups]
+        self.groups = [_merge(group, left) for group in groups]
         require(not left, "rows are left out:", [group.ids for group in left])
         self.ready = [group for group in self.ready if group not in coming]
-        if absorbed:
-            decoder.looked += other.looked
-            other.groups, other.looked = [], []
 
     def _note_peak(self, groups: Sequence[RowGroup], left: Sequence[FakeGroup]) -> None:
         """Note what is taken while the groups that are `left` become these: the first of those

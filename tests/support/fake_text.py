@@ -41,7 +41,6 @@ from mlxsrv.engine.scheduling.proposers import MOST_UNREAD
 from mlxsrv.generation.parameters import Steering
 from tests.support.fake_decoders import (
     FakeDecoder,
-    FakeDecoders,
     FakeEntry,
     FakeGroup,
     FakePartialText,
@@ -73,7 +72,7 @@ class FakeText:
         self._chunk = prefill_chunk
         self._rows: dict[int, FakeRow] = {}
         self._texts: dict[int, FakePartialText] = {}  # by each of its rows
-        self._decoders = FakeDecoders(facts)
+        self._decoder = FakeDecoder(facts)
         self._steps = FakeSteps(facts, device)
         self._kept: dict[int, FakeEntry] = {}
         self._unkept: set[int] = set()  # entries that could not be kept
@@ -92,7 +91,7 @@ class FakeText:
     @property
     def empty(self) -> bool:
         """Whether no row is left."""
-        return not (self._rows or self._texts or self._decoders.rows)
+        return not (self._rows or self._texts or self._decoder.all_rows)
 
     @property
     def kept_bytes(self) -> int:
@@ -101,7 +100,7 @@ class FakeText:
     @property
     def bytes(self) -> int:
         """Bytes that all KV caches take."""
-        return self._decoders.bytes + self._reading_bytes + self.spare_bytes
+        return self._decoder.bytes + self._reading_bytes + self.spare_bytes
 
     @property
     def spare_bytes(self) -> int:
@@ -111,11 +110,11 @@ class FakeText:
     @property
     def _reading_bytes(self) -> int:
         texts = {id(text): text for text in self._texts.values()}
-        return sum(self._decoders.measure(text.done) for text in texts.values())
+        return sum(self._decoder.measure(text.done) for text in texts.values())
 
     def take_peak(self) -> int:
         """Bytes that were taken while the last work was done."""
-        peak, self._decoders.peak = self._decoders.peak, 0
+        peak, self._decoder.peak = self._decoder.peak, 0
         return max(self.bytes, peak + self._reading_bytes + self.spare_bytes)
 
     def end_round(self) -> None:
@@ -123,12 +122,11 @@ class FakeText:
         old = [entry.bytes for entry in self._kept.values() if entry.round < self._round]
         require(sum(old) <= self._facts.prompt_cache_bytes, "kept prompts take", sum(old), "bytes")
         self._round += 1
-        for decoder in self._decoders.both:
-            decoder.lost = False
+        self._decoder.lost = False
 
     def lacks_rows(self, work: Decode) -> bool:
         """Whether the rows of the step were lost in the round's release, so that it fails."""
-        return self._decoders.find(solo=work.solo).lost
+        return work.suspect is None and self._decoder.lost
 
     # Rows come and go.
 
@@ -176,7 +174,7 @@ class FakeText:
         text = self._texts.get(row.id)
         if text is not None:
             held = text.done
-        elif row in self._decoders.rows:
+        elif row in self._decoder.all_rows:
             held = row.held
         else:
             require(row.lost, "row", row.id, "is to be kept and was never read")
@@ -188,14 +186,13 @@ class FakeText:
         for row_id in gone:
             if (text := self._texts.pop(row_id, None)) is not None:
                 text.rows = [row for row in text.rows if row.id != row_id]
-        self._decoders.remove(gone)
+        self._decoder.remove(gone)
 
     def _lose_beside(self, ids: Sequence[int]) -> None:
-        """A release has failed: drop the KV caches of the decoders that its rows were in."""
-        for decoder in self._decoders.both:
-            if any(row.id in ids for row in decoder.rows):
-                decoder.abandon()
-                decoder.lost = True
+        """A release has failed: drop the KV caches of the decoder if its rows were in it."""
+        if any(row.id in ids for row in self._decoder.rows):
+            self._decoder.abandon()
+            self._decoder.lost = True
 
     # Kept prompts.
 
@@ -266,7 +263,7 @@ class FakeText:
         for row_id in broken:
             self._rows[row_id].over = True
         if ready and not broken:
-            self._decoders.ready.append(FakeGroup(ready))
+            self._decoder.ready.append(FakeGroup(ready))
         self._check_rows()
         return PromptsRead(
             tuple(kept),
@@ -306,7 +303,8 @@ class FakeText:
         require(text.done == span.begin, text.done, "tokens are read, not", span.begin)
         last = text.tokens.size - 1
         require(span.begin <= span.end <= last, "the span ends at", span.end, "of", last)
-        require(span.begin < span.end or span.joins is not None, "a span without tokens")
+        tried = span.opens and rows[0].lost
+        require(span.begin < span.end or span.joins is not None or tried, "a span without tokens")
         require(span.keep is None or span.keep.tokens == span.end, "what is read is kept")
         if span.joins is not None:
             decoded = tuple(row.id for row in rows if row.job.max_tokens > 0)
@@ -318,7 +316,7 @@ class FakeText:
         head = rows[0]
         for row in rows:
             require(row.id not in self._texts, "row", row.id, "is being read already")
-            require(row not in self._decoders.rows, row.id, "was read already")
+            require(row not in self._decoder.all_rows, row.id, "was read already")
             require(row.job.steering == head.job.steering, "two steerings for one text")
             require(row is head or np.array_equal(row.text, head.text), "two texts in one span")
             require(row is head or row.job.scores is None, "row", row.id, "is not scored")
@@ -370,7 +368,7 @@ class FakeText:
         """Return how many tokens of its text the row's KV cache holds; None if it has none."""
         if (text := self._texts.get(row.id)) is not None:
             return text.done
-        return row.held if self._decoders.holds(row) else None
+        return row.held if row in self._decoder.all_rows else None
 
     def _drop_texts(self, texts: Iterable[FakePartialText], *, lost: bool = True) -> None:
         for text in texts:
@@ -397,16 +395,17 @@ class FakeText:
         """`told`: a step that fails has told the tokens of the step before."""
         if self.lacks_rows(work):
             return Decoded()
-        decoder = self._decoders.find(solo=work.solo)
+        if work.suspect is not None:
+            return self._try(work.suspect, fault)
+        decoder = self._decoder
         if work.groups is None:
             require(not decoder.changed, "rows have changed")
         else:
             self._require_rows([row_id for group in work.groups for row_id in group.rows])
-            self._decoders.arrange(work.groups, solo=work.solo)
+            decoder.arrange(work.groups)
         decoder.check_room(work)
         rows = decoder.rows
         require(rows, "a step without rows")
-        require(len(rows) == 1 or not work.solo, "several rows in the solo decoder")
         for row in rows:
             require(not row.over, "row", row.id, "is over")
         self._check_rows()
@@ -418,18 +417,37 @@ class FakeText:
                 self._steps.forget_draft()
         return done
 
+    def _try(self, row_id: int, fault: Fault | None) -> Decoded:
+        """A step of a suspect, whose text is read."""
+        text = self._texts.get(row_id)
+        if text is None or len(text.rows) > 1:
+            raise IllegalWork(f"the text of row {row_id} is not there for it alone")
+        [row] = text.rows
+        require(row.lost and not row.over, "row", row_id, "is no suspect, or is over")
+        require(text.done == row.length - 1, text.done, "tokens are read of", row.length)
+        if fault is not None:
+            self._drop_texts([text])
+            return Decoded()
+        done = self._steps.draw_alone(row)
+        text.done, text.tokens = text.done + 1, row.text
+        return done
+
     def decoded(self, work: Decode) -> list[FakeRow]:
         """The rows of a step, before it is done or behind it."""
+        if work.suspect is not None:
+            return [self._rows[work.suspect]]
         if work.groups is None:
-            return self._decoders.find(solo=work.solo).rows
+            return self._decoder.rows
         return [self._rows[row_id] for group in work.groups for row_id in group.rows]
 
     def passes_of_step(self, work: Decode) -> list[Pass]:
         """The passes of a step that was just done, or would be."""
+        if work.suspect is not None:
+            return [Pass(1, 1, self._rows[work.suspect].length)]
         tokens = count_fed(work.proposals)
         passes = [
             Pass(len(group.rows), tokens, max(row.held for row in group.rows))
-            for group in self._decoders.find(solo=work.solo).groups
+            for group in self._decoder.groups
         ]
         if not self._facts.shares or len(passes) < 2:
             return passes
@@ -441,7 +459,7 @@ class FakeText:
         self._steps.read_draft(work, self._rows[work.row], fault)
 
     def _check_rows(self) -> None:
-        rows = [*self._texts, *(row.id for row in self._decoders.rows)]
+        rows = [*self._texts, *(row.id for row in self._decoder.all_rows)]
         require(len({*rows}) == len(rows), "a row is in two places:", rows)
         live = [row_id for row_id in rows if not self._rows[row_id].over]
         require(len(live) <= self._max_rows, len(live), "rows at once")
@@ -472,11 +490,10 @@ class FakeSteps:
         return kv_bytes(self._facts.draft_costs, room)
 
     def run(self, work: Decode, decoder: FakeDecoder) -> Decoded:
-        """One step of a decoder."""
+        """One step of the decoder."""
         if not work.proposals:
             return self._step(decoder)
         rows = decoder.rows
-        require(not work.solo, "proposals to a row in the solo decoder")
         require(
             self._facts.shares or len(decoder.groups) == 1, "proposals to rows in several passes"
         )
@@ -526,6 +543,21 @@ class FakeSteps:
             broken=tuple(broken),
             failures=tuple(failures),
             bound=self._find_bound(rows),
+            activations=activations,
+        )
+
+    def draw_alone(self, row: FakeRow) -> Decoded:
+        """One step of a suspect, which stays fresh."""
+        if self._device.breaks(row.job, len(row.drawn)):
+            row.over = True
+            return Decoded(broken=(row.id,))
+        failures: list[RowFailure] = []
+        activations = (Activations(row.id, row.length - 1, ()),) if self.watched else ()
+        tokens = ((row.id, self._tell(row, failures)),)
+        return Decoded(
+            tokens=tokens,
+            likelihoods=_find_likelihoods([row], tokens),
+            failures=tuple(failures),
             activations=activations,
         )
 

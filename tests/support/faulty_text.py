@@ -171,9 +171,9 @@ def assert_empty(engine: TextEngine) -> None:
     """Nothing is held any more, and the engine works."""
     assert engine.idle
     assert {*engine.statistics().values()} == {0}
-    assert not engine.runner._main._launched.proofs
+    assert not engine.runner._decoder._launched.proofs
     assert not engine.runner._rows
-    assert engine.schedule._recovery.fitting == engine.schedule._max_rows
+    assert engine.schedule._book.fitting == engine.schedule._max_rows
 
 
 def at_step(*numbers: int) -> Fault:

@@ -35,6 +35,7 @@ from typing import Any, cast
 import mlx.core as mx
 
 from mlxsrv.engine.cache.kv_caches import KVCacheFactory
+from mlxsrv.engine.cache.row_cache import RowCache
 from mlxsrv.engine.execution.speculation import Draft, verify
 from mlxsrv.engine.execution.step_results import (
     Launched,
@@ -54,7 +55,7 @@ from mlxsrv.engine.sampling.blocks import Blocks
 from mlxsrv.engine.sampling.dry import Dry
 from mlxsrv.engine.sampling.processors import LogprobReader, Masks, Penalties, Proof, StepLogprobs
 from mlxsrv.engine.sampling.sampler import Sampler
-from mlxsrv.engine.steering.plan import PassActivations
+from mlxsrv.engine.steering.plan import PassActivations, forward
 from mlxsrv.engine.steering.steerer import Steerer
 
 _CLEAR_EVERY = 256  # steps; buffers of outgrown caches go back to the system
@@ -356,15 +357,37 @@ class Decoder:
         self._launched = Launched(proofs, scores)
         report_constraints(rows, step.masks, results)
 
-    # Rows join and are freed.
+    # A suspect.
 
-    def take_rows(self, other: Decoder) -> None:
-        """Take over the rows of another decoder, for the next `arrange`. The caller then abandons
-        the other one."""
-        if other._inputs is not None:
-            launched = self._launched.beside(other._launched)
-            self._feed([*self.sub_batches, *other.sub_batches], other._inputs)
-            self._launched = launched
+    def run_alone(self, row: LiveRow, cache: RowCache, results: StepResults) -> None:
+        """Draw the next token of a row that is not among the others, and wait for it.
+
+        Args:
+            row: it is fresh, and stays so.
+            cache: its own; it lacks the last token of the text, and then the one that is drawn.
+            results: filled in.
+        """
+        place, plan = row.place, self._steerer.make_plan([row.steering])
+        inputs = mx.array([row.last], dtype=mx.uint32)
+        logits = forward(self._model, plan, inputs[:, None], cache.layers)[:, -1, :]
+        step = Step([row], logits.shape[-1], ranks=self._ranks)
+        accept(row, results)
+        drawn, proofs, scores = step.draw(logits, inputs)
+        cache.materialize()
+        cache.tokens += 1
+        if plan is not None and plan.activations is not None:
+            results.activations += plan.activations.to_events([place])
+        launched = Launched(proofs, scores)
+        if launched.broken():
+            results.broken.append(row.id)
+            return
+        if step.masks is not None:
+            report_constraints([row], step.masks, results)
+        if row.id not in results.failures:
+            results.likelihoods = {each.id: found for each, found in launched.likelihoods().items()}
+            deliver_tokens(row, cast(list[int], drawn.tolist()), results)
+
+    # Rows join and are freed.
 
     def arrange(self, groups: Sequence[RowGroup], ready: Mapping[int, ReadyRow]) -> None:
         """Set the groups: of the rows of this decoder, and of those that are ready to join, by id.

@@ -44,14 +44,6 @@ class Launched(NamedTuple):
             found |= drawn.to_host()
         return found
 
-    def beside(self, other: Launched) -> Launched:
-        """The same for the rows of both steps."""
-        return Launched(
-            self.proofs + other.proofs,
-            self.drawn + other.drawn,
-            self.activations + other.activations,
-        )
-
 
 class StepResults:
     """The results of a decode step so far. They count even if the step fails later.

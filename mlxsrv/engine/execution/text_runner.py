@@ -3,9 +3,9 @@
 A row is in one place at a time:
 
 - admitted: nothing is read of its text, or its KV cache was dropped;
-- in a text that is being read, perhaps with other rows;
-- ready: its text is read but for the last token, and it waits for a decoder;
-- in a decoder: the main one, or the solo decoder, in which one row decodes alone after a fault.
+- in a text that is being read, perhaps with other rows; after a fault it draws tokens there, alone;
+- ready: its text is read but for the last token, and it waits for the decoder;
+- in the decoder.
 
 If a work item fails, the KV caches that it touched are dropped, and their rows are back in the
 first place. All else stays as it was, so other work items can go on.
@@ -16,7 +16,6 @@ Used on the device thread only.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -121,16 +120,19 @@ class TextRunner:
         self._rows: dict[int, LiveRow] = {}
         self._texts: dict[int, PartialText] = {}  # half read, by each of their rows
         self._ready: dict[int, ReadyRow] = {}  # by id
-        make = partial(
-            Decoder, model, caches, steerer=steerer, shares=self.facts.shares, ranks=ranks
+        self._decoder = Decoder(
+            model,
+            caches,
+            steerer=steerer,
+            shares=self.facts.shares,
+            draft=self._draft,
+            ranks=ranks,
         )
-        self._main, self._solo = make(draft=self._draft), make()
         self._kept: dict[int, KeptCache] = {}
 
     def replan(self) -> None:
         """Make the next steps anew, since other features are watched."""
-        self._main.replan()
-        self._solo.replan()
+        self._decoder.replan()
 
     # Rows are admitted and freed.
 
@@ -172,7 +174,7 @@ class TextRunner:
         prompts.
 
         Raises:
-            Exception: the KV caches of a sub-batch or of a decoder that one of the rows was in
+            Exception: the KV caches of a sub-batch or of the decoder that one of the rows was in
                 could not be copied. They are dropped, and nothing is kept. The rows are free.
         """
         keeps = {freed.row: freed.keep for freed in rows if freed.keep is not None}
@@ -190,8 +192,7 @@ class TextRunner:
 
     def reset(self) -> None:
         """Forget all rows, and all KV caches."""
-        for decoder in (self._main, self._solo):
-            decoder.abandon()
+        self._decoder.abandon()
         if self._draft is not None:
             self._draft.forget()
         self._rows.clear()
@@ -202,9 +203,8 @@ class TextRunner:
             self._stored.reset()
 
     def _take_out(self, row_ids: set[int], keeps: Mapping[int, Keep]) -> list[KeptCache]:
-        """Take rows out of texts, of those ready, and of decoders. Returns the KV caches that are
-        to be kept. If one place fails, the others are done all the same.
-        """
+        """Take rows out of texts, of those ready, and of the decoder. Returns the KV caches that
+        are to be kept. If one place fails, the others are done all the same."""
         kept = self._take_out_of_texts(row_ids, keeps)
         errors: list[Exception] = []
         for row_id in row_ids & self._ready.keys():
@@ -214,19 +214,17 @@ class TextRunner:
                 kept += [] if found is None else [found]
             except Exception as error:
                 errors.append(error)
-        for decoder in (self._main, self._solo):
-            if row_ids.isdisjoint(row.id for row in decoder.rows):
-                continue
-            rows = decoder.rows
-            try:
-                for sub_batch in decoder.sub_batches:
+        rows = self._decoder.rows
+        try:
+            if not row_ids.isdisjoint(row.id for row in rows):
+                for sub_batch in self._decoder.sub_batches:
                     kept += sub_batch.snapshot(keeps, row_ids)
-                decoder.drop_rows(row_ids)
+                self._decoder.drop_rows(row_ids)
                 _refresh(row for row in rows if row.id in row_ids)
-            except Exception as error:
-                errors.append(error)
-                decoder.abandon()
-                _refresh(rows)
+        except Exception as error:
+            errors.append(error)
+            self._decoder.abandon()
+            _refresh(rows)
         if errors:
             raise errors[0]
         return kept
@@ -370,7 +368,10 @@ class TextRunner:
         """
         if (text := self._texts.get(row_id)) is not None:
             return text.cache.copy(tokens)
-        for rows in (self._ready, *(each.view_rows({row_id}) for each in self._main.sub_batches)):
+        for rows in (
+            self._ready,
+            *(each.view_rows({row_id}) for each in self._decoder.sub_batches),
+        ):
             if row_id in rows:
                 cache = rows[row_id].cache.copy(tokens)
                 cache.materialize()
@@ -385,20 +386,22 @@ class TextRunner:
     # Decoding.
 
     def decode(self, work: Decode) -> tuple[Decoded, Fault | None]:
-        """Run one step for all rows of a decoder.
+        """Run one step for all rows of the decoder, or for a suspect.
 
         Returns:
-            The tokens of the step before, or of a speculative step; and why it failed, if it did.
-            Then the results up to the fault count, and the KV caches of all rows of the decoder are
-            dropped.
+            The tokens of the step before, of a speculative step, or of a suspect; and why it
+            failed, if it did. Then the results up to the fault count, and the KV caches of all rows
+            of the step are dropped.
         """
-        decoder = self._solo if work.solo else self._main
-        results = StepResults()
+        decoder, results = self._decoder, StepResults()
         fault = None
         try:
             if work.groups is not None:
-                self._arrange(decoder, work.groups)
-            if work.proposals:
+                self._arrange(work.groups)
+            if work.suspect is not None:
+                text = self._texts[work.suspect]
+                decoder.run_alone(text.rows[0], text.cache, results)
+            elif work.proposals:
                 decoder.run_speculative_step(work.proposals, results)
             else:
                 decoder.run_step(results)
@@ -406,29 +409,27 @@ class TextRunner:
             fault = note(error, "a step failed")
         # Outside of `except`: the exception's traceback holds the arrays of the step.
         if fault is not None:
-            self._give_up(decoder, work)
+            self._give_up(work)
         return results.to_decoded(), fault
 
-    def _arrange(self, decoder: Decoder, groups: Sequence[RowGroup]) -> None:
+    def _arrange(self, groups: Sequence[RowGroup]) -> None:
         """Have the decoder's rows be these."""
-        wanted = {row_id for group in groups for row_id in group.rows}
-        other = self._main if decoder is self._solo else self._solo
-        if other.rows and other.rows[0].id in wanted:
-            decoder.take_rows(other)
-            other.abandon()
-        decoder.arrange(groups, self._ready)
-        for row_id in wanted & self._ready.keys():
-            del self._ready[row_id]
+        self._decoder.arrange(groups, self._ready)
+        self._drop_ready(groups)
 
-    def _give_up(self, decoder: Decoder, work: Decode) -> None:
-        """Drop the KV caches of a decoder, and of rows that were to join it."""
-        wanted = {row_id for group in work.groups or () for row_id in group.rows}
-        for each in (self._main, self._solo):
-            if each is decoder or not wanted.isdisjoint(row.id for row in each.rows):
-                _refresh(each.rows)
-                each.abandon()
-        for row_id in wanted & self._ready.keys():
-            del self._ready[row_id]
+    def _drop_ready(self, groups: Sequence[RowGroup]) -> None:
+        for group in groups:
+            for row_id in group.rows:
+                self._ready.pop(row_id, None)
+
+    def _give_up(self, work: Decode) -> None:
+        """Drop the KV caches of the rows of a step that failed, and of those that were to join."""
+        if work.suspect is not None:
+            self._texts.pop(work.suspect, None)
+            return
+        _refresh(self._decoder.rows)
+        self._decoder.abandon()
+        self._drop_ready(work.groups or ())
         if work.proposals and self._draft is not None:
             self._draft.forget()
 
@@ -442,7 +443,7 @@ class TextRunner:
         """
         if self._draft is None:
             raise RuntimeError("there is no draft model")
-        self._main.wait()  # so that a step under way is not timed as well
+        self._decoder.wait()  # so that a step under way is not timed as well
         waited = perf_counter()
         try:
             self._draft.follow(self._rows[row], begin)

@@ -112,10 +112,10 @@ class _Group:
 
     __slots__ = ("columns", "places", "slots")
 
-    def __init__(self, places: Iterable[Row | None], slots: int = 0, columns: int = 0) -> None:
-        self.places = list(places)
-        self.slots = slots
-        self.columns = columns
+    def __init__(self, rows: Iterable[Row]) -> None:
+        self.places: list[Row | None] = list(rows)
+        self.slots = 0
+        self.columns = 0
 
     @property
     def rows(self) -> list[Row]:
@@ -205,11 +205,9 @@ class Groups:
         """Bytes of arrays with so much room."""
         return slots * self._facts.kv_bytes(columns) if slots else 0
 
-    def join(self, rows: Sequence[Row], room: RowGroup | None = None) -> None:
-        """Take rows that were read together; or one that was decoded alone, in arrays with this
-        `room`."""
-        slots, columns = (0, 0) if room is None else (room.slots, room.columns)
-        self._groups.append(_Group(rows, slots, columns))
+    def join(self, rows: Sequence[Row]) -> None:
+        """Take rows that were read together."""
+        self._groups.append(_Group(rows))
         self.count += len(rows)
         self._unite()
         self._note_change()
@@ -232,12 +230,6 @@ class Groups:
             if None in group.places:
                 self._rows = None
                 group.close_up()
-
-    def clear(self) -> None:
-        self._groups.clear()
-        self.count = 0
-        self._absorbed = 0
-        self._note_change()
 
     def _note_change(self) -> None:
         self._changed = True
@@ -322,8 +314,3 @@ class GroupArrays(msgspec.Struct, frozen=True):
             room = group.choose_room(growth, owner.max_rows, changed=self.changed)
             taken += owner.measure(*room)
         return taken
-
-
-def alone(row: Row, tokens: int) -> RowGroup:
-    """The group of a row that is decoded alone, with room for so many tokens more."""
-    return RowGroup((row.id,), 1, _round_up(row.length + tokens))

@@ -38,7 +38,7 @@ from mlxsrv.engine.events import Event, Progress, Shortage
 from mlxsrv.engine.scheduling.groups import STEP, Fit, Growth
 from mlxsrv.engine.scheduling.memory_question import MemoryQuestion
 from mlxsrv.engine.scheduling.proposers import MOST
-from mlxsrv.engine.scheduling.row import Row, RowState
+from mlxsrv.engine.scheduling.row import Row
 from mlxsrv.engine.scheduling.row_memory import Forecast, RowMemory
 
 _NEXT = 2  # tokens of each row that are reserved: of the next step, and one more to end with
@@ -331,10 +331,8 @@ class MemoryBudget:
         stalled."""
         self._rounds += 1
         if self._rounds % _SIGN_OF_LIFE == 0:
-            state = RowState.PREEMPTED
             for model in self._models:
-                preempted = [row for row in model.queue.waiting if row.state is state]
-                self.events += [Progress(row.id) for row in preempted]
+                self.events += [Progress(row.id) for row in model.queue.preempted]
 
 
 def _serve_heads(admitted: Iterable[Holder]) -> list[Holder]:

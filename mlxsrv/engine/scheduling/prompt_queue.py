@@ -16,6 +16,9 @@ memory that the row will need. Where memory is short, they are read anew, one at
 Short prompts are read together, right-padded. One that does not fit a slice is read alone, in
 several slices. So is one with a checkpoint (see `checkpoints`), if the checkpoint is worth a slice
 or nobody else waits.
+
+After a fault suspects are read one at a time, each alone: when its text is read, the row draws its
+next tokens alone, and joins the others when it is past the place of the fault (see `recovery`).
 """
 
 from __future__ import annotations
@@ -76,6 +79,16 @@ class PromptQueue:
     def half_read(self) -> list[Row]:
         return [row for reading in self.begun for row in reading.rows]
 
+    @property
+    def preempted(self) -> list[Row]:
+        """Rows that wait for their texts to be read again."""
+        return [row for row in self.waiting if row.state is RowState.PREEMPTED]
+
+    @property
+    def tried(self) -> Reading | None:
+        """The text of the suspect that draws alone."""
+        return next((reading for reading in self.begun if reading.tried), None)
+
     def put_back(self, rows: Iterable[Row]) -> None:
         """Put rows back into the queue, in the places that their arrival gives them. Their prompts
         were being read or fetched, or they have lost their KV caches."""
@@ -130,6 +143,8 @@ class PromptQueue:
         if self.granted is not None:
             free = min(free, self.granted)
         first = self.waiting[: max(free, 0)]
+        if any(reading.rows[0].suspect for reading in self.begun):
+            first = [row for row in first if not row.suspect]
         self.ready = len(self.begun) + len(first)
         chosen = self._choose(first, limit)
         if chosen is None or isinstance(chosen, Reading):
@@ -145,17 +160,14 @@ class PromptQueue:
             self.begun.append(reading)
         return [reading]
 
-    def open(self, row: Row) -> Reading:
-        """Make a reading of the text of a row that is recovering from a fault."""
-        return Reading([row], self._index.find(row.text[:-1], row.job.steering))
-
     def _choose(self, first: Sequence[Row], limit: int) -> Row | Reading | None:
-        for reading in self.begun:
+        begun = [reading for reading in self.begun if not reading.tried]
+        for reading in begun:
             if not reading.left:
                 return reading  # its row is to join, which takes no reading
         full = len(self.begun) >= self._most_begun
         fitting = [row for row in first if self._fits(row, limit)] if full else first
-        among: list[Row | Reading] = [*self.begun, *fitting]
+        among: list[Row | Reading] = [*begun, *fitting]
         if not among:
             return None
         oldest = min(among, key=attrgetter("number"))
@@ -170,7 +182,7 @@ class PromptQueue:
         group = [first]
         # A prompt with nothing to read cannot be padded beside others.
         free -= len(first.rows)
-        if free <= 0 or longest == 0 or first.rows[0].alone or not self._facts.batched:
+        if free <= 0 or longest == 0 or first.rows[0].incidents or not self._facts.batched:
             return group
         for row in self._shortest(free, limit):
             left = self._measure(row)
@@ -237,7 +249,8 @@ class PromptQueue:
         for row in [row for row in self._groups.rows if row.beginning == beginning]:
             yield row.id, row.prompt[:-1]
         for reading in self.begun:
-            if reading.opened and reading.beginning == beginning:
+            suspect = reading.rows[0].suspect  # the next step may lose what it holds
+            if reading.opened and not suspect and reading.beginning == beginning:
                 yield reading.rows[0].id, reading.text[: reading.done]
 
     def _move_out(self, source: Source) -> tuple[int, ...] | None:
@@ -273,9 +286,9 @@ class PromptQueue:
     def _fits(self, row: Row, limit: int) -> bool:
         """Whether the prompt is read whole in a slice of `limit` tokens. One that is scored is
         not: each of its tokens leaves a row of logits. Nor is one that has a checkpoint worth a
-        slice."""
+        slice, nor that of a suspect, which then draws tokens."""
         scored = row.job.scores is not None and not row.read
-        if scored or (left := self._measure(row)) > limit:
+        if scored or row.suspect or (left := self._measure(row)) > limit:
             return False
         if left < WORTH:
             return True
@@ -286,7 +299,7 @@ class PromptQueue:
         """Prompts that fit a slice of `limit` tokens and may share it, the shortest first, among
         those for which there are `free` rows."""
         first = self.waiting[:free]
-        fitting = [row for row in first if not row.alone and self._fits(row, limit)]
+        fitting = [row for row in first if not row.incidents and self._fits(row, limit)]
         return sorted(fitting, key=self._order)
 
     def _order(self, prompt: Row | Reading) -> tuple[int, int]:
@@ -301,6 +314,6 @@ def same_prompt(one: Row, other: Row) -> bool:
         return False
     if one.prompt is not other.prompt and not np.array_equal(one.prompt, other.prompt):
         return False
-    if one.alone or other.alone or one.drawn or other.drawn or one.job.scores is not None:
+    if one.incidents or other.incidents or one.drawn or other.drawn or one.job.scores is not None:
         return False
     return one.job.steering == other.job.steering

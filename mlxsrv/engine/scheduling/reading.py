@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mlxsrv.engine.scheduling.prompt_index import Source, Tokens, find_beginning
+import numpy as np
+
+from mlxsrv.engine.scheduling.prompt_index import Source, Tokens, as_tokens, find_beginning
 from mlxsrv.engine.scheduling.row import Row
 
 
@@ -30,7 +32,6 @@ class Reading:
     ) -> None:
         first = rows[0]
         self.rows = list(rows)
-        self.recovering = first.recovering
         self.text = first.text
         self.scored = not first.read and first.job.scores is not None
         self.number = first.number
@@ -49,6 +50,16 @@ class Reading:
     def left(self) -> int:
         """The number of tokens to read: all but the last, which is the row's first input."""
         return self.text.size - 1 - self.done
+
+    @property
+    def tried(self) -> bool:
+        """Whether the text is read, and its row is a suspect, which draws its next token alone."""
+        return self.opened and not self.left and self.rows[0].suspect
+
+    def append(self, token: int) -> None:
+        """Note that the suspect whose text it is has drawn a token, which was fed the last one."""
+        self.text = np.append(self.text, as_tokens([token]))
+        self.done += 1
 
     @property
     def tokens_read(self) -> Tokens | None:

@@ -2,9 +2,8 @@
 
     QUEUED -> WAITING -> PREFILLING -> FRESH -> DECODING -> ENDED, or BROKEN
 
-A row whose KV cache is lost in a fault is RECOVERING until its text is read anew; then it is FRESH
-once more. One that has to give its memory to older rows is PREEMPTED, and goes through the queue
-again. A row may end at any time. `_NEXT` has all that may follow.
+A row that has to give its memory to older rows, or whose step fails, is PREEMPTED, and goes through
+the queue again. A row may end at any time. `_NEXT` has all that may follow.
 """
 
 from __future__ import annotations
@@ -34,16 +33,15 @@ class RowState(Enum):
     FETCHING = "fetching"
     """It has a slot; what is on disk of its prompt is looked for, and fetched."""
     PREFILLING = "prefilling"
-    """Its prompt is being read, or its texts are embedded."""
+    """Its prompt is being read, or its texts are embedded. That of a suspect is read, and the row
+    draws tokens alone."""
     FRESH = "fresh"
     """Its KV cache holds its text but for the last token, which is its next input."""
     DECODING = "decoding"
     """Its KV cache holds its text. Its next input is a token that is drawn and not delivered."""
-    RECOVERING = "recovering"
-    """Its KV cache was lost in a fault. Its text is to be read anew."""
     PREEMPTED = "preempted"
-    """Its KV cache was dropped, since memory was short. It is in the queue again, and its text,
-    with the tokens that are drawn, is to be read anew."""
+    """Its KV cache was dropped, since memory was short, or lost in a fault. It is in the queue
+    again, and its text, with the tokens that are drawn, is to be read anew."""
     ENDED = "ended"
     """It has finished or failed, or was cancelled."""
     BROKEN = "broken"
@@ -59,7 +57,7 @@ _NEXT = {
     },
     RowState.WAITING: {RowState.PREFILLING, RowState.ENDED},
     RowState.FETCHING: {RowState.WAITING, RowState.ENDED},
-    # A slice that failed sends its rows back to the queue, and so does want of memory.
+    # What failed sends its rows back to the queue, and so does want of memory.
     RowState.PREFILLING: {
         RowState.FRESH,
         RowState.WAITING,
@@ -67,19 +65,8 @@ _NEXT = {
         RowState.ENDED,
         RowState.BROKEN,
     },
-    RowState.FRESH: {
-        RowState.DECODING,
-        RowState.RECOVERING,
-        RowState.PREEMPTED,
-        RowState.ENDED,
-    },
-    RowState.DECODING: {
-        RowState.RECOVERING,
-        RowState.PREEMPTED,
-        RowState.ENDED,
-        RowState.BROKEN,
-    },
-    RowState.RECOVERING: {RowState.FRESH, RowState.ENDED},
+    RowState.FRESH: {RowState.DECODING, RowState.PREEMPTED, RowState.ENDED},
+    RowState.DECODING: {RowState.PREEMPTED, RowState.ENDED, RowState.BROKEN},
     RowState.PREEMPTED: {RowState.PREFILLING, RowState.ENDED},
     RowState.ENDED: set[RowState](),
     RowState.BROKEN: set[RowState](),
@@ -87,8 +74,7 @@ _NEXT = {
 
 # Looked up once: before Python 3.12 a member of an enum takes 0.2 µs, ten times a check.
 _WAITING, _PREEMPTED, _FRESH = RowState.WAITING, RowState.PREEMPTED, RowState.FRESH
-_QUEUED, _RECOVERING = RowState.QUEUED, RowState.RECOVERING
-_ENDED, _BROKEN = RowState.ENDED, RowState.BROKEN
+_QUEUED, _ENDED, _BROKEN = RowState.QUEUED, RowState.ENDED, RowState.BROKEN
 
 
 class Incident:
@@ -123,8 +109,10 @@ class Row:
         most_length: the same when its job allows no more, or memory does not.
         beginning: of its prompt.
         checksum: of its prompt.
-        incidents: work items that failed while the row was in them.
-        alone: it shares no slice with other prompts: it was in one that failed.
+        incidents: work items that failed while the row was in them. If there are any, it shares no
+            slice with other prompts.
+        suspect_until: the row is a suspect until its text has so many tokens: a step has failed
+            that it was in, and it is not past the place of the fault.
         read: its prompt was read, and the event PromptRead was sent.
         uses: of the cached prompt that was moved to it: how many tokens each use has saved. The
             row's own text inherits them when it is cached.
@@ -136,7 +124,6 @@ class Row:
 
     __slots__ = (
         "admitted",
-        "alone",
         "beginning",
         "checksum",
         "drawn",
@@ -153,6 +140,7 @@ class Row:
         "source",
         "source_version",
         "state",
+        "suspect_until",
         "tokens_read",
         "uses",
     )
@@ -171,7 +159,7 @@ class Row:
         self.beginning = find_beginning(prompt, job.steering)
         self.checksum = crc32(prompt.data)
         self.incidents: list[Incident] = []
-        self.alone = False
+        self.suspect_until = 0
         self.read = False
         self.reported = 0
         self.uses: tuple[int, ...] = ()
@@ -221,9 +209,9 @@ class Row:
         return self.state is _FRESH
 
     @property
-    def recovering(self) -> bool:
-        """Whether its KV cache was lost in a fault."""
-        return self.state is _RECOVERING
+    def suspect(self) -> bool:
+        """Whether it is to draw its next tokens alone, since it may have caused a fault."""
+        return self.length < self.suspect_until
 
     @property
     def text(self) -> Tokens:

@@ -24,7 +24,6 @@ from mlxsrv.engine.scheduling.groups import Groups
 from mlxsrv.engine.scheduling.prompt_index import PromptIndex, Tokens, as_tokens
 from mlxsrv.engine.scheduling.prompt_queue import PromptQueue
 from mlxsrv.engine.scheduling.proposers import Proposer
-from mlxsrv.engine.scheduling.recovery import Recovery
 from mlxsrv.engine.scheduling.row import Row, RowState
 from mlxsrv.engine.scheduling.store_schedule import StoreSchedule
 from mlxsrv.engine.scheduling.text_queue import TextQueue
@@ -56,7 +55,7 @@ class RowBook:
         model: the model's number.
         client: the number of the client that it belongs to.
         index: the cached prompts.
-        queue, texts, groups, recovery: a row is in one of them, once it has a slot.
+        queue, texts, groups: a row is in one of them, once it has a slot.
         numbers: those of rows, in the order in which their turns come, over all models.
         events: those that are to be sent to the client; more are appended here.
         store: prompts on disk; None: there are none.
@@ -66,7 +65,8 @@ class RowBook:
         rows: by the ids of their jobs.
         line: rows that wait for a slot.
         short_of_memory: the next plan drops whatever is not needed.
-        index, queue, texts, groups, recovery, proposer: as above.
+        fitting: rows whose KV caches fit into memory together, as far as faults have told.
+        index, queue, texts, groups, proposer: as above.
     """
 
     def __init__(
@@ -77,7 +77,6 @@ class RowBook:
         queue: PromptQueue,
         texts: TextQueue,
         groups: Groups,
-        recovery: Recovery,
         numbers: Iterator[int],
         events: list[Event],
         store: StoreSchedule | None = None,
@@ -93,7 +92,7 @@ class RowBook:
         self.queue = queue
         self.texts = texts
         self.groups = groups
-        self.recovery = recovery
+        self.fitting = groups.max_rows
         self.proposer = proposer
         self._numbers = numbers
         self._numbered: Row | None = None  # the head that has got its number
@@ -111,7 +110,6 @@ class RowBook:
         if (
             self.groups.count
             or self.texts.ready
-            or self.recovery.reading
             or (self._store is not None and not self._store.idle)
             or self._coming
             or self._ended_rows
@@ -122,13 +120,13 @@ class RowBook:
         ):
             return False
         fetching = sum(row.state is RowState.FETCHING for row in self.rows.values())
-        waiting = len(self.queue.waiting) + len(self.recovery.rows) + fetching
-        return len(self.rows) == waiting + len(self.texts.jobs) + len(self.line)
+        waiting = len(self.queue.waiting) + fetching + len(self.texts.jobs) + len(self.line)
+        return len(self.rows) == waiting
 
     @property
     def waits(self) -> bool:
         """Whether there are rows that may be read and have no KV cache."""
-        return bool(self.queue.waiting or self.recovery.rows or self.head)
+        return bool(self.queue.waiting or self.head)
 
     @property
     def head(self) -> Row | None:
@@ -142,25 +140,28 @@ class RowBook:
     @property
     def _free_slots(self) -> int:
         # Where memory was short in a fault, fewer rows are served than there are slots.
-        return self.recovery.fitting - (len(self.rows) - len(self.line))
+        return self.fitting - (len(self.rows) - len(self.line))
 
     @property
     def short(self) -> int:
         """The number of rows that wait for memory, and for nothing else."""
-        preempted = sum(row.state is RowState.PREEMPTED for row in self.queue.waiting)
+        preempted = sum(not row.suspect for row in self.queue.preempted)
         return preempted + (0 if self.head is None else min(self._free_slots, len(self.line)))
-
-    @property
-    def decoding(self) -> int:
-        """The number of rows that are decoded."""
-        return self.groups.count + (self.recovery.solo is not None)
 
     @property
     def free(self) -> int:
         """The number of rows that may be read or decoded beside the others: those that may run,
-        less those that are read, decoded, or to be recovered."""
-        recovery = self.recovery
-        return recovery.fitting - self.decoding - len(recovery.rows) - self.queue.rows
+        less those that are read or decoded."""
+        return self.fitting - self.groups.count - self.queue.rows
+
+    def shrink(self, rows: int) -> None:
+        """Decode at most so many rows together, since memory was short with more."""
+        self.fitting = max(1, min(self.fitting, rows))
+
+    def widen(self, ended: int, *, busy: bool) -> None:
+        """Let one more row decode for each that ended well, and all rows when none is left."""
+        most = self.groups.max_rows
+        self.fitting = min(self.fitting + ended, most) if busy else most
 
     def count_texts(self) -> int:
         """Texts that wait or are being read in several slices."""
@@ -219,25 +220,15 @@ class RowBook:
         elif not row.steered:
             self._coming.append(row.job)
 
-    def rewind(self, rows: Iterable[Row]) -> None:
-        """Have the runner drop the KV caches of these rows, which stay."""
-        self._rewound += rows
-
     def preempt(self, row: Row) -> None:
         """Drop a row's KV cache. The row stays, and waits again in its old place."""
         if row.embeds:
             self.texts.put_back(row)
             self._rewound.append(row)
             return
-        recovery = self.recovery
-        reading = [] if recovery.reading is None else recovery.reading.rows
-        recovering = row is recovery.solo or row in reading
         self._withdraw(row)
         self._rewound.append(row)
-        if recovering:
-            recovery.put_back(row)
-        else:
-            self.queue.put_back([row])
+        self.queue.put_back([row])
 
     # Rows that end.
 
@@ -314,7 +305,6 @@ class RowBook:
         one to itself."""
         match row.state:
             case RowState.DECODING | RowState.FRESH:
-                self.recovery.drop(row)
                 self.groups.remove(row)
                 return row.text[: row.held]
             case RowState.WAITING | RowState.PREEMPTED:
@@ -323,8 +313,6 @@ class RowBook:
                 self.texts.remove(row)
             case RowState.PREFILLING:
                 return self.queue.stop_reading(row)
-            case RowState.RECOVERING:
-                return self.recovery.drop(row)
         return None
 
     # Planning.
@@ -334,9 +322,8 @@ class RowBook:
         prompts."""
         items = self._plan_rows()
         if self._store is not None:
-            streaming = self.decoding > 0
-            busy = streaming or bool(self.queue) or bool(self.recovery.rows)
-            items += self._store.plan(streaming=streaming, busy=busy)
+            streaming = self.groups.count > 0
+            items += self._store.plan(streaming=streaming, busy=streaming or bool(self.queue))
         return items
 
     def _plan_rows(self) -> list[WorkItem]:

@@ -24,7 +24,6 @@ from mlxsrv.engine.outcomes import EmbedFacts, TextFacts
 from mlxsrv.engine.scheduling.groups import GROWTH, GroupArrays, Growth
 from mlxsrv.engine.scheduling.prompt_queue import same_prompt
 from mlxsrv.engine.scheduling.reading import Reading
-from mlxsrv.engine.scheduling.recovery import choose_room
 from mlxsrv.engine.scheduling.row import Row
 from mlxsrv.engine.scheduling.row_book import RowBook
 
@@ -44,8 +43,6 @@ class Forecast(msgspec.Struct, frozen=True):
         joined: the same once the rows of the texts have joined.
         beside: bytes of the texts' own KV caches, and of prompts that are about to be cached.
         least: bytes of the smallest of these texts; 0: none has rows that join.
-        solo: bytes of the solo decoder's arrays.
-        solo_joining: bytes of those of its rows that join the groups, which then go.
         granted: waiting rows that are given memory in this forecast.
     """
 
@@ -54,8 +51,6 @@ class Forecast(msgspec.Struct, frozen=True):
     joined: GroupArrays
     beside: int = 0
     least: int = 0
-    solo: int = 0
-    solo_joining: int = 0
     granted: tuple[Row, ...] = ()
 
     def bytes_after(self, growth: Growth, *, settled: bool = False) -> int:
@@ -65,12 +60,12 @@ class Forecast(msgspec.Struct, frozen=True):
             growth: of each row.
             settled: count the state after the next steps only, without what they free.
         """
-        taken = self.arrays.bytes_after(growth) + self.solo
+        taken = self.arrays.bytes_after(growth)
         if self.joined is not self.arrays:
             # When a text has been read, its rows are copied into the groups' arrays and its own KV
             # cache, counted in `beside`, goes. Which text is first is not known: the smallest
             # frees the least.
-            taken = max(taken, self.joined.bytes_after(growth) + self.solo_joining - self.least)
+            taken = max(taken, self.joined.bytes_after(growth) - self.least)
         return (taken if settled else max(self.now, taken)) + self.beside
 
 
@@ -100,7 +95,6 @@ class RowMemory:
         self._embed = embed
         self._slice = slice
         self._texts = book.texts
-        self._recovery = book.recovery
         self._joining: list[Reading] = []  # texts that were read since the last step
 
     # Rows.
@@ -108,19 +102,14 @@ class RowMemory:
     @property
     def rows(self) -> list[Row]:
         """Rows that have a KV cache, or are getting one."""
-        solo = self._recovery.solo
-        reading = [row for each in self._readings for row in each.rows]
-        solos = [] if solo is None else [solo]
-        return [*self.groups.rows, *reading, *solos, *self._texts.holders]
+        return [*self.groups.rows, *self.queue.half_read, *self._texts.holders]
 
     @property
     def candidates(self) -> list[Row]:
         """Rows whose texts may be read next, in the order of their numbers: those that wait and
-        have a place beside the others, the first of those that were lost in a fault, the one whose
-        large text is embedded next, and the head of the line."""
+        have a place beside the others, the one whose large text is embedded next, and the head of
+        the line."""
         found = self.queue.waiting[: max(self.book.free, 0)]
-        if (lost := self._recovery.next_lost) is not None:
-            found = sorted([lost, *found], key=lambda row: row.number)
         if (large := self._texts.large) is not None:
             found = sorted([self._texts.jobs[large.job].row, *found], key=lambda row: row.number)
         if (head := self.book.head) is not None:
@@ -131,7 +120,6 @@ class RowMemory:
         """Allow the texts of these candidates to be read, and no others. `ample`: any prompt that
         comes may be read as well."""
         self.queue.granted = None if ample else sum([row.waits for row in rows])
-        self._recovery.granted = ample or any(row.recovering for row in rows)
         if any(row.embeds for row in rows):
             self._texts.begin_large()
 
@@ -155,7 +143,7 @@ class RowMemory:
     def reading_bytes(self) -> int:
         """Bytes of the KV caches of texts that are being read, as they are at their ends, and of
         rows that are not decoded yet."""
-        return sum(map(self._measure, self._readings)) + self._joining_bytes + self._embedded
+        return sum(map(self._measure, self.queue.begun)) + self._joining_bytes + self._embedded
 
     @property
     def _embedded(self) -> int:
@@ -194,22 +182,14 @@ class RowMemory:
 
     def forecast(self) -> Forecast:
         """Forecast the bytes of rows, and of prompts that the runner is about to cache."""
-        groups, solo = self.groups, self._recovery.solo
-        arrays = joined = groups.arrays
-        solo_bytes = solo_joining = 0
-        if solo is not None:
-            joined = arrays.join([solo])
-            solo_bytes = self._measure_solo(solo)
-            solo_joining = solo_bytes if groups.count else 0
+        arrays = self.groups.arrays
         found = Forecast(
-            now=groups.bytes + self._joining_bytes + self._count_solo(),
+            now=self.groups.bytes + self._joining_bytes,
             arrays=arrays,
-            joined=joined,
+            joined=arrays,
             beside=sum(map(self.measure, self.index.promised)) + self._embedded,
-            solo=solo_bytes,
-            solo_joining=solo_joining,
         )
-        for reading in self._readings:
+        for reading in self.queue.begun:
             found = self._foresee_texts(found, reading.rows, [self._measure(reading)])
         return found
 
@@ -243,15 +223,12 @@ class RowMemory:
             granted: see `Forecast`.
         """
         joining = [row for row in rows if row.job.max_tokens > 0 and self._facts.batched]
-        lost = [row for row in rows if row.recovering] if self.groups.count else []
         return Forecast(
             found.now,
             found.arrays,
             joined=found.joined.join(joining) if joining else found.joined,
             beside=found.beside + sum(own),
             least=min([found.least or max(own), *own]) if joining and own else found.least,
-            solo=found.solo,
-            solo_joining=max(map(self._measure_solo, lost)) if lost else found.solo_joining,
             granted=granted,
         )
 
@@ -292,7 +269,7 @@ class RowMemory:
     def counters(self) -> dict[str, int]:
         """In numbers, as `/health` lists them."""
         return {
-            "row_bytes": self.groups.bytes + self._count_solo(),
+            "row_bytes": self.groups.bytes,
             "reading_bytes": self.reading_bytes,
             "preemptions": self.preemptions,
         }
@@ -316,26 +293,6 @@ class RowMemory:
         return self._measure_text(reading.rows[0], reading.source_bytes)
 
     def _measure_text(self, row: Row, source_bytes: int) -> int:
-        """Bytes of the KV cache of a row's text when it is read, or of the arrays in which the row
-        then decodes alone. A KV cache that was cut back is as large as it was before."""
-        own = max(self.measure(row.length), source_bytes)
-        if row is self._recovery.solo or row.recovering:
-            return max(own, self._measure_solo(row))
-        return own
-
-    @property
-    def _readings(self) -> list[Reading]:
-        recovering = self._recovery.reading
-        return [*self.queue.begun, *([] if recovering is None else [recovering])]
-
-    def _count_solo(self) -> int:
-        """Bytes of the solo decoder's arrays, once they are there, and not only the text
-        that was read."""
-        row = self._recovery.solo
-        return 0 if row is None or row.fresh else self._measure_solo(row)
-
-    def _measure_solo(self, row: Row) -> int:
-        room = self._recovery.room
-        if room is None or row is not self._recovery.solo:
-            room = choose_room(row)
-        return self._facts.kv_bytes(room.columns)
+        """Bytes of the KV cache of a row's text when it is read. One that was cut back is as large
+        as it was before."""
+        return max(self.measure(row.length), source_bytes)

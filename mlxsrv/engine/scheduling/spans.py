@@ -54,9 +54,8 @@ class SpanMaker:
     def _make_part(self, reading: Reading, *, decoding: bool, beside: bool) -> Span:
         """The next part of a prompt that is read alone."""
         begun = reading in self._queue.begun
-        long = begun or reading.recovering
         prompts = max(1, self._queue.ready)
-        limit = self._pace.limit(decoding=decoding, long=long, beside=beside, prompts=prompts)
+        limit = self._pace.limit(decoding=decoding, long=begun, beside=beside, prompts=prompts)
         if reading.scored:  # each token leaves a row of logits
             limit = min(limit, max(LEAST_SLICE, _MOST_LOGITS // self._facts.vocabulary))
         last = reading.text.size - 1
@@ -65,9 +64,9 @@ class SpanMaker:
         end = min(end, checkpoint)
         # When a row joins, the next step copies KV caches, its own and those of other rows. If the
         # slice has already filled the gap between two tokens, that would make the gap longer. So
-        # the row joins with an empty span in the next round.
+        # the row joins with an empty span in the next round. So does a suspect, when it is none.
         later = decoding and begun and end > reading.done
-        joins = end == last and not later
+        joins = end == last and not later and not reading.rows[0].suspect
         lasting = end in reading.checkpoints and end > reading.done
         kept = lasting or (joins and self._ends_kept(reading))
         return self._make(reading, end, kept=kept, joins=joins, lasting=lasting)

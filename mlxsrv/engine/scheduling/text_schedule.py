@@ -1,12 +1,12 @@
 """The work items of a round for the rows of one model.
 
 A round of a model is, in this order: rows are admitted and freed; one step of all rows, and one of
-the row in the solo decoder; at most one slice of prompts, and one of texts to embed. Tokens are
-delivered before a slice, so that no stream waits for the prompt of another job longer than it must.
+a suspect; at most one slice of prompts, and one of texts to embed. Tokens are delivered before a
+slice, so that no stream waits for the prompt of another job longer than it must.
 
 - Which prompt is read next: `prompt_queue`; how much of it: `pace`. Of texts: `embed_schedule`.
 - Rows whose lengths differ much have KV caches of their own: see `groups`.
-- After a fault rows are read anew: see `recovery`.
+- After a fault the rows of its step are suspects, and are read anew: see `recovery`.
 - What KV caches may take, and which rows are preempted where that is too much: see `memory_budget`.
 - Where tokens are proposed: see `proposers`; whether it is worth it: see `speculation`.
 """
@@ -45,7 +45,7 @@ from mlxsrv.engine.scheduling.prompt_index import PromptIndex
 from mlxsrv.engine.scheduling.prompt_queue import PromptQueue
 from mlxsrv.engine.scheduling.proposers import make_proposer
 from mlxsrv.engine.scheduling.reading import Reading
-from mlxsrv.engine.scheduling.recovery import Recovery, blame
+from mlxsrv.engine.scheduling.recovery import blame, find_guilty, suspect_row
 from mlxsrv.engine.scheduling.row import Incident, Row, RowState
 from mlxsrv.engine.scheduling.row_book import RowBook
 from mlxsrv.engine.scheduling.row_memory import RowMemory
@@ -97,7 +97,6 @@ class TextSchedule:
         embed = EmbedFacts(slices=True) if embed is None else embed
         texts = TextQueue(slices=embed.slices, most=pace.most)
         self._spans = SpanMaker(facts, pace, self._queue, self._index)
-        self._recovery = Recovery(self._max_rows, self._groups)
         proposer = make_proposer(facts)
         self._speculation = None if proposer is None else Speculation(proposer)
         self.budget = MemoryBudget() if budget is None else budget
@@ -112,7 +111,6 @@ class TextSchedule:
             self._queue,
             texts,
             self._groups,
-            self._recovery,
             self.budget.numbers,
             self._events,
             self._store,
@@ -132,7 +130,7 @@ class TextSchedule:
     @property
     def streaming(self) -> bool:
         """Whether rows are being decoded."""
-        return self._book.decoding > 0
+        return self._groups.count > 0
 
     @property
     def pending(self) -> bool:
@@ -148,10 +146,10 @@ class TextSchedule:
 
     def statistics(self) -> dict[str, int]:
         return {
-            "rows": self._book.decoding,
-            "groups": len(self._groups) + (self._recovery.solo is not None),
+            "rows": self._groups.count,
+            "groups": len(self._groups),
             "reading": self._queue.rows,
-            "waiting": len(self._queue.waiting) + len(self._recovery.rows),
+            "waiting": len(self._queue.waiting),
             "waiting_for_memory": self._book.short,
             **({} if self._speculation is None else self._speculation.counters()),
             **self.memory.counters(),
@@ -201,17 +199,15 @@ class TextSchedule:
         return self._book.plan_changes()
 
     def plan_steps(self) -> list[WorkItem]:
-        """One step of all rows, and one of the row in the solo decoder."""
+        """One step of all rows, and one of a suspect."""
         items: list[WorkItem] = []
         if self._groups.count:
             proposals = self._propose()
             if (groups := self._groups.take_changed(count_fed(proposals))) is not None:
                 self._stepped = None
             items.append(Decode(model=self._model, groups=groups, proposals=proposals))
-        if (solo := self._recovery.solo) is not None:
-            room = self._recovery.room
-            groups = (room,) if solo.fresh and room is not None else None
-            items.append(Decode(model=self._model, solo=True, groups=groups))
+        if (tried := self._queue.tried) is not None:
+            items.append(Decode(model=self._model, suspect=tried.rows[0].id))
         return items
 
     def plan_slice(self, *, beside: bool) -> WorkItem | None:
@@ -226,13 +222,8 @@ class TextSchedule:
     def _choose_readings(self, beside: bool) -> bool:
         """Choose the texts of the next slice. Returns whether there are any."""
         self._slice = []
-        queue, recovery = self._queue, self._recovery
-        lost = recovery.next_lost if recovery.granted else None
-        if lost is not None:
-            recovery.begin_reading(queue.open(lost))
-        if recovery.reading is not None:
-            self._slice = [recovery.reading]
-        elif queue and (free := self._book.free) + queue.rows > 0:
+        queue = self._queue
+        if queue and (free := self._book.free) + queue.rows > 0:
             limit = self._pace.limit(decoding=self.streaming, long=False, beside=beside)
             self._slice = queue.choose(free, limit)
         return bool(self._slice)
@@ -249,8 +240,7 @@ class TextSchedule:
         to end, and no activations are watched; else none."""
         together = self._facts.shares or len(self._groups) == 1
         waited = self._max_rows > 1 and self.pending
-        needed = waited or self._queue.watched or self._recovery.solo is not None
-        free = together and self.memory.proposals_fit and not needed
+        free = together and self.memory.proposals_fit and not (waited or self._queue.watched)
         return self._groups.rows if free else ()
 
     def _plan_draft(self) -> WorkItem | None:
@@ -287,8 +277,7 @@ class TextSchedule:
     def _settle_release(self, work: Release, outcome: Outcome) -> None:
         self._book.settle_release(work, outcome)
         if outcome.fault is not None:  # KV caches may be half changed
-            self._lose(outcome.fault, solo=False, stepping=False)
-            self._lose(outcome.fault, solo=True, stepping=False)
+            self._lose(self._groups.rows, outcome.fault, certain=False)
 
     def _settle_draft(self, work: ReadDraft, outcome: Outcome) -> None:
         self._stepped = None  # the next step waits for the draft, which is not its own time
@@ -331,7 +320,7 @@ class TextSchedule:
         if work.spans[0].joins is not None:
             self.memory.note_joining(readings)
             self._join(readings, outcome.ended, done)
-        moved = [*self._queue.half_read, *self._recovery.rows]
+        moved = [*self._queue.half_read, *self._queue.preempted]
         self._events += [Progress(row.id) for row in moved]
 
     def _join(self, readings: Sequence[Reading], ended: float, done: PromptsRead) -> None:
@@ -353,9 +342,7 @@ class TextSchedule:
             for row in [row for row in reading.rows if row.job.max_tokens == 0]:
                 self._events.append(Finished(row.id))
                 self._book.end(row)
-        if self._recovery.reading in readings:
-            self._recovery.begin_solo()
-        elif group:
+        if group:
             self._groups.join(group)
 
     def _read_again(self, work: Read, readings: Sequence[Reading], fault: Fault) -> None:
@@ -363,14 +350,15 @@ class TextSchedule:
         for span in work.spans:
             if span.source is not None:  # it may be to blame, so the texts are read without it
                 self._index.drop(span.source)
+        # What another row held may be lost, which counts against nobody.
+        copied = any(reading.cached and not reading.opened for reading in readings)
+        incident.explained |= copied
         self._queue.abandon(readings)
-        ends, rows = self._recovery.read_again(readings, incident)
-        if not ends:
-            self._queue.put_back(rows)
-            return
-        for row in rows:
-            self._events.append(blame(row))
-            self._book.end(row)
+        for reading in readings:
+            reading.restart()
+        rows = [row for reading in readings for row in reading.rows]
+        certain = len(readings) == 1 and not copied
+        self._queue.put_back(self._end_guilty(rows, incident, certain=certain))
 
     # A step.
 
@@ -380,6 +368,9 @@ class TextSchedule:
         # Those of the step before, in which there were rows that have ended since.
         find = self._book.find
         self._events += [each for each in done.activations if find(each.job) is not None]
+        if work.suspect is not None and (tried := self._queue.tried) is not None:
+            for _, token in done.tokens:
+                tried.append(token)
         ended = self._take_tokens(done, kept=outcome.fault is None)
         self.memory.note_step()
         if outcome.fault is None:
@@ -391,12 +382,10 @@ class TextSchedule:
         before, self._stepped = self._stepped, None
         if outcome.fault is not None:
             self._lose_step(work, outcome.fault)
-        elif not work.solo:
+        elif work.suspect is None:
             self._time_step(work, outcome, before)
-        if (row := self._recovery.end_solo()) is not None:
-            self._groups.join([row], self._recovery.room)
-        if self._recovery.fitting < self._max_rows:
-            self._recovery.widen(ended, busy=self.streaming or self.pending)
+        if self._book.fitting < self._max_rows:
+            self._book.widen(ended, busy=self.streaming or self.pending)
 
     def _take_tokens(self, done: Decoded, *, kept: bool) -> int:
         """Give the rows their tokens. Returns how many rows have ended with theirs; their KV caches
@@ -421,7 +410,7 @@ class TextSchedule:
         if work.groups is None:
             return
         fresh = RowState.FRESH
-        for row in self._decoded(solo=work.solo):
+        for row in self._groups.rows:
             if row.state is fresh:
                 row.enter(RowState.DECODING)
 
@@ -436,34 +425,36 @@ class TextSchedule:
 
     def _lose_step(self, work: Decode, fault: Fault) -> None:
         """Have the rows of a step that failed read anew."""
-        if self._speculation is not None and not work.solo:
+        rows = self._groups.rows
+        if work.suspect is not None:
+            suspect = self._book.find(work.suspect)  # None: its constraint has failed, too
+            rows = () if suspect is None else (suspect,)
+        if self._speculation is not None and work.suspect is None:
             self._speculation.saw_fault()
             if work.proposals and self._speculation.proposer.computes:
                 self._give_up_speculation()
-        self._lose(fault, solo=work.solo, stepping=not work.proposals)
+        self._lose(rows, fault, certain=len(rows) == 1 and not work.proposals)
 
-    def _decoded(self, *, solo: bool) -> Sequence[Row]:
-        """The rows of one of the two decoders."""
-        solo_joining = self._recovery.solo
-        return self._groups.rows if not solo else () if solo_joining is None else (solo_joining,)
+    def _lose(self, rows: Sequence[Row], fault: Fault, *, certain: bool) -> None:
+        """Preempt rows that have lost their KV caches in a fault, which are suspects then.
 
-    def _lose(self, fault: Fault, *, solo: bool, stepping: bool) -> None:
-        """Note that all rows of a decoder have lost their KV caches."""
-        rows, incident = self._decoded(solo=solo), self._note(fault)
-        if not rows:
-            return
-        if solo:
-            self._recovery.drop(rows[0])
-            fitting = self._groups.count
-        else:
-            self._groups.clear()
-            fitting = len(rows) // 2
-        if fault.memory:
-            self._recovery.shrink(fitting)
-        for row in self._recovery.lose(rows, incident, stepping=stepping):
+        Args:
+            rows: all rows of the work item that failed.
+            fault: of it.
+            certain: nothing but one of the rows can have caused it.
+        """
+        for row in self._end_guilty(rows, self._note(fault), certain=certain):
+            suspect_row(row)
+            self._book.preempt(row)
+        if fault.memory and rows:
+            self._book.shrink(max(len(rows) // 2, self._groups.count))
+
+    def _end_guilty(self, rows: Sequence[Row], incident: Incident, *, certain: bool) -> list[Row]:
+        """End the rows of a work item that failed that are to blame. Returns the others."""
+        for row in find_guilty(rows, incident, certain=certain):
             self._events.append(blame(row))
             self._book.end(row, kept=False)
-        self._book.rewind(row for row in rows if not row.ended)
+        return [row for row in rows if not row.ended]
 
     def _note(self, fault: Fault) -> Incident:
         self._book.short_of_memory |= fault.memory

@@ -30,7 +30,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 def slots(driver: Driver) -> list[mx.array]:
     """The arrays of all layers in which rows have slots."""
     found: list[mx.array] = []
-    for sub_batch in driver.runner._main.sub_batches:
+    for sub_batch in driver.runner._decoder.sub_batches:
         for layer in sub_batch.caches.layers:
             for each in getattr(layer, "caches", [layer]):
                 if getattr(each, "keys", None) is not None:

@@ -54,7 +54,7 @@ def test_speculative_steps_and_steps_give_one_text(
 def _check_lengths(driver: Driver, row: int) -> None:
     """The KV caches hold the row's text, or a beginning of it."""
     length = len(driver.prompts[row]) + len(driver.drawn[row])
-    [sub_batch] = driver.runner._main.sub_batches
+    [sub_batch] = driver.runner._decoder.sub_batches
     assert sub_batch.caches.lengths == [length]
     draft: Any = driver.runner._draft
     assert draft._cache[0].size() == draft._read <= length

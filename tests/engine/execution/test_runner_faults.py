@@ -33,17 +33,16 @@ def test_a_pass_that_fails_while_reading_drops_its_texts(models: Any, family: st
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_next", "mamba2"])
-def test_a_step_that_fails_drops_the_caches_of_its_decoder(models: Any, family: str) -> None:
+def test_a_step_that_fails_drops_the_caches_of_its_rows(models: Any, family: str) -> None:
     model = Failing(models(family))
     driver = Driver(model)
     for row in range(4):
         driver.admit(row, prompt(row))
-        driver.read(row)
+        driver.read(row, joins=None if row == 2 else (row,))
     driver.must((0, 1))
-    driver.must((2,), solo=True)
     for _ in range(3):
         driver.must()
-        driver.must(solo=True)
+        driver.must(suspect=2)
     before = {row: list(drawn) for row, drawn in driver.drawn.items()}
     model.when = lambda tokens: tokens.shape[0] == 3
     done, fault = driver.step((0, 1, 3))
@@ -51,13 +50,34 @@ def test_a_step_that_fails_drops_the_caches_of_its_decoder(models: Any, family: 
     assert fault.memory
     assert not done.tokens
     assert driver.drawn == before
-    assert [row.id for row in driver.runner._solo.rows] == [2]
+    assert [*driver.runner._texts] == [2]
     model.when = lambda _: False
     for row in (0, 1, 3):
         driver.read(row)
+    driver.join(2)
     driver.must((3, 0), (1,))
     driver.run((3, 0, 1, 2), rows=range(4))
     driver.check(*range(4))
+
+
+def test_the_step_of_a_suspect_that_fails_drops_its_cache_alone(models: Any) -> None:
+    model = Failing(models("qwen3"))
+    driver = Driver(model)
+    driver.admit(0, prompt(0))
+    driver.read(0)
+    driver.must((0,))
+    driver.admit(1, prompt(1))
+    driver.read(1, joins=None)
+    driver.must(suspect=1)
+    model.when = lambda _: True
+    done, fault = driver.step(suspect=1)
+    assert fault is not None
+    assert not done.tokens
+    assert not driver.runner._texts
+    model.when = lambda _: False
+    driver.read(1)
+    driver.run((0, 1), rows=(0, 1))
+    driver.check(0, 1)
 
 
 def test_tokens_count_that_were_told_before_a_step_failed(

@@ -113,15 +113,16 @@ def test_a_row_on_trial_joins_the_others(models: Any) -> None:
     driver = Driver(models("qwen3"))
     for row in range(2):
         driver.admit(row, prompt(row), logprobs=2)
-        driver.read(row)
-        driver.must((row,), solo=row == 1)
+        driver.read(row, joins=None if row else (row,))
+    driver.must((0,))
     for _ in range(3):
-        driver.must(solo=True)
         driver.must()
+        done = driver.must(suspect=1)
+        assert [row for row, _ in done.tokens] == [1]
+        assert [*done.likelihoods] == [1]
+    driver.join(1)
     done = driver.must((0, 1))
-    assert [row for row, _ in done.tokens] == [0, 1]
-    assert [*done.likelihoods] == [0, 1]
-    assert not driver.runner._solo.rows
+    assert [row for row, _ in done.tokens] == [0]
     driver.run(rows=[0, 1])
     driver.check(0, 1)
 

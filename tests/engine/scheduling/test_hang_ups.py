@@ -160,9 +160,9 @@ def on_trial_after_a_fault(facts: TextFacts) -> Situation:
     bench = fail_a_step(facts)
     drawn = len(bench.job(LEAVES).tokens)
     rounds_until(bench, lambda: len(bench.job(LEAVES).tokens) == drawn + 1)
-    assert bench.items(Decode)[-1].solo
+    assert bench.items(Decode)[-1].suspect == LEAVES
     text = (*prompt(SIZE), *bench.job(LEAVES).tokens)
-    return Situation(bench, len(text), (*text, 7, 8, 9))
+    return Situation(bench, len(text) - 1, (*text, 7, 8, 9))
 
 
 def read_for_nothing_more(facts: TextFacts) -> Situation:

@@ -377,7 +377,7 @@ def test_a_row_that_was_lost_is_tried_where_nothing_else_fits() -> None:
     bench.submit(job(1, 100, 100))
     bench.finish()
     check_answers(bench, job(1, 100, 100))
-    assert len(bench.items(Rewind)) == 1, "it is not preempted for its own solo decoder"
+    assert len(bench.items(Rewind)) == 1, "it is not preempted while it is tried"
 
 
 @pytest.mark.parametrize("slots", [4.1, 4.6, 5.1, 6.1])

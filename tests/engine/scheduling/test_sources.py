@@ -124,7 +124,7 @@ def test_a_source_row_that_is_lost_in_the_same_round_costs_a_second_reading() ->
     """Its step fails after the round was planned. Both rows end well."""
 
     def fails(work: WorkItem) -> bool:
-        return isinstance(work, Decode) and not work.solo and armed
+        return isinstance(work, Decode) and work.suspect is None and armed
 
     armed = False
     bench = make(FaultyDevice(fails))

@@ -186,6 +186,5 @@ def test_any_script_draws_what_each_job_draws_alone(
                 alone[asked] = draw_alone(models(family), asked)
             assert script.drawn[number] == alone[asked]
     runner = engine.runner
-    decoded = [*runner._main.rows, *runner._solo.rows]
-    assert [*runner._rows, *runner._texts, *runner._ready, *decoded] == []
+    assert [*runner._rows, *runner._texts, *runner._ready, *runner._decoder.rows] == []
     assert len(runner._kept) == engine.schedule.statistics()["prompt_cache_entries"]

@@ -363,7 +363,7 @@ def test_rows_that_are_tried_can_be_cancelled_and_give_their_memory_back(
     before = mx.get_active_memory()
     for i in range(6):
         engine.submit(job(i, prompt(i, 60), 50))
-    while not engine.schedule._recovery.rows:
+    while not engine.schedule._queue.preempted:
         engine.decode()
         engine.prefill()
         assert faulty.calls < 20

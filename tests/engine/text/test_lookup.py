@@ -117,7 +117,7 @@ def make(
 def step(engine: TextEngine) -> list[Event]:
     """One round; afterwards the rows are as plain steps would have left them."""
     events = engine.decode() + engine.prefill()
-    for sub_batch in engine.runner._main.sub_batches if engine.runner.facts.lookup else ():
+    for sub_batch in engine.runner._decoder.sub_batches if engine.runner.facts.lookup else ():
         for i, row in enumerate(sub_batch.rows):
             assert sub_batch.caches.lengths[i] == len(row.seen) - row.fresh
     return events

@@ -100,7 +100,7 @@ def assert_in_order(engine: TextEngine) -> None:
     draft = engine.runner._draft
     if draft is None:
         return
-    for sub_batch in engine.runner._main.sub_batches:
+    for sub_batch in engine.runner._decoder.sub_batches:
         for i, row in enumerate(sub_batch.rows):
             assert sub_batch.caches.lengths[i] == len(row.seen) - row.fresh
     assert draft._cache[0].size() == draft._read
