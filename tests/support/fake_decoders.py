@@ -54,7 +54,7 @@ class FakeDecoder:
 
     @property
     def rows(self) -> list[FakeRow]:
-        """Those that are decoded."""
+        """The rows that are decoded."""
         return [row for group in self.groups for row in group.rows]
 
     @property

@@ -6,22 +6,21 @@ from collections.abc import Callable
 
 import pytest
 
-from mlxsrv.engine.events import PromptRead, Started
+from mlxsrv.engine.events import Progress, PromptRead, Started
 from mlxsrv.engine.faults import NOT_A_NUMBER, OUT_OF_MEMORY
-from mlxsrv.engine.orders import (
-    Job,
-)
+from mlxsrv.engine.orders import Budget, Job
 from mlxsrv.engine.outcomes import RowFailure
 from mlxsrv.engine.plans import (
     Decode,
     Forget,
     Read,
     ReadDraft,
+    Rewind,
     RoundPlan,
     WorkItem,
 )
 from mlxsrv.engine.scheduling.speculation_controller import SpeculationController
-from tests.support.fake_device import FakeDevice
+from tests.support.fake_device import FACTS, FakeDevice
 from tests.support.scheduling import (
     MODEL,
     Bench,
@@ -71,8 +70,94 @@ def test_after_a_fault_all_rows_go_on_with_the_same_tokens() -> None:
     bench.finish()
     for number in range(1, 9):
         assert bench.job(number).tokens == expected(bench, number, 20)
-    tried = [work.suspect for work in bench.items(Decode) if work.suspect is not None]
-    assert sorted(tried) == sorted([*range(1, 9)] * 2), "until it is past the place of the fault"
+    assert sorted(tried(bench)) == sorted([*range(1, 9)] * 2), "until past the place of the fault"
+
+
+def suspects_read(bench: Bench) -> list[int]:
+    """Suspects whose texts are being read, or are read and not with the others."""
+    queue = bench.scheduler._models[MODEL].text_schedule._queue
+    return [row.id for row in queue.half_read if row.suspect]
+
+
+def lose(*jobs: Job) -> Bench:
+    """A bench on which the first step with all of these jobs' rows has failed."""
+    device = FaultyDevice(lambda work: False)
+    bench = make(device)
+    device._chooses = last_round_with(bench, len(jobs))
+    bench.submit(*jobs)
+    until(bench, lambda: not device._times)
+    return bench
+
+
+def until(bench: Bench, holds: Callable[[], bool]) -> None:
+    for _ in range(200):
+        if holds():
+            return
+        bench.round()
+    raise AssertionError("it does not come to that")
+
+
+def tried(bench: Bench) -> list[int]:
+    """The rows of the steps of suspects."""
+    return [work.suspect for work in bench.items(Decode) if work.suspect is not None]
+
+
+def test_suspects_are_read_and_draw_one_at_a_time() -> None:
+    bench = lose(job(1, 300, 60), job(2, 5, 60), job(3, 1, 60), job(4, 90, 60))
+    seen: list[list[int]] = []
+    bench.checks.append(lambda plan: seen.append(suspects_read(bench)))
+    bench.finish()
+    assert {*map(len, seen)} == {0, 1}
+    assert {row for rows in seen for row in rows} == {1, 2, 3, 4}
+    for number in range(1, 5):
+        assert bench.job(number).tokens == expected(bench, number, 60)
+
+
+def test_a_suspect_whose_text_is_one_token_draws_alone() -> None:
+    bench = lose(job(1, 1, 20), job(2, 1, 20))
+    assert not bench.job(1).tokens
+    bench.finish()
+    assert tried(bench) == [1, 1, 2, 2]
+    assert bench.job(1).tokens == expected(bench, 1, 20)
+
+
+def test_suspects_that_wait_do_not_look_stalled_or_short_of_memory() -> None:
+    bench = lose(*(job(number, 200, 20) for number in (1, 2, 3)))
+    bench.rounds(2)
+    [read] = suspects_read(bench)
+    [first, *_] = waiting = [number for number in (1, 2, 3) if number != read]
+    assert bench.job(first).events[-1] == Progress(first)
+    numbers = bench.scheduler._models[MODEL].statistics()
+    assert numbers["reading"] == 1
+    assert numbers["waiting"] == len(waiting)
+    assert not numbers["waiting_for_memory"]
+    bench.finish()
+
+
+def test_a_suspect_that_memory_does_not_suffice_for_leaves_the_others_their_places() -> None:
+    bench = lose(*(job(number, 5, 60) for number in range(1, 9)))
+    until(bench, lambda: 8 in tried(bench))
+    device = bench.runner.device
+    assert isinstance(device, FaultyDevice)
+    device._times, device._memory = 1, True
+    device._chooses = lambda work: isinstance(work, Decode) and work.suspect == 8
+    bench.rounds(10)
+    assert rows_of(bench, Decode(model=MODEL)) == 7
+    assert suspects_read(bench) == [], "it waits for a place"
+    bench.finish()
+    for number in range(1, 9):
+        assert bench.job(number).tokens == expected(bench, number, 60)
+
+
+def test_a_suspect_may_be_preempted_between_its_tokens() -> None:
+    bench = lose(job(1, 300, 99), job(2, 400, 40))
+    until(bench, lambda: 2 in tried(bench))
+    bench.send(Budget(FACTS.kv_bytes(800)))
+    bench.round()
+    assert bench.items(Rewind)[-1].rows == (2,)
+    bench.finish()
+    assert tried(bench) == [1, 1, 2, 2], "what it has drawn alone counts"
+    assert bench.job(2).tokens == expected(bench, 2, 40)
 
 
 def test_after_a_fault_rows_are_tried_beside_the_others() -> None:

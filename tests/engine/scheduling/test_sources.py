@@ -132,12 +132,29 @@ def test_a_source_row_that_is_lost_in_the_same_round_costs_a_second_reading() ->
     bench.rounds(9)
     armed = True
     bench.submit(job(2, 0, prompt=HEAD + prompt(30, 3), max_tokens=5))
+    bench.round()
+    row = bench.scheduler._models[MODEL].text_schedule._book.rows[2]
     bench.finish()
     assert opened(bench, 2).from_row == 1, "the first attempt"
+    assert [each.explained for each in row.incidents] == [True], "it does not count against the row"
     assert bench.job(1).failed is None
     assert bench.job(2).failed is None
     assert len(bench.job(1).tokens) == 40
     assert len(bench.job(2).tokens) == 5
+
+
+def test_nobody_goes_on_from_a_suspect_whose_next_step_may_lose_what_it_holds() -> None:
+    bench = make(FaultyDevice(lambda work: isinstance(work, Decode) and armed))
+    armed = False
+    bench.submit(job(1, 0, prompt=HEAD, max_tokens=40), job(9, 5, 60))
+    bench.rounds(9)
+    armed = True
+    while not any(work.suspect == 1 for work in bench.items(Decode)):
+        bench.round()
+    bench.submit(job(2, 0, prompt=HEAD + prompt(30, 3)))
+    bench.round()
+    assert opened(bench, 2).from_row is None
+    bench.finish()
 
 
 def test_a_slice_that_fails_loses_what_was_lent_to_it_and_nothing_else() -> None:
