@@ -371,7 +371,6 @@ class Decoder:
         inputs = mx.array([row.last], dtype=mx.uint32)
         logits = forward(self._model, plan, inputs[:, None], cache.layers)[:, -1, :]
         step = Step([row], logits.shape[-1], ranks=self._ranks)
-        accept(row, results)
         drawn, proofs, scores = step.draw(logits, inputs)
         cache.materialize()
         cache.tokens += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from mlxsrv.engine.cache.row_cache import RowCache
@@ -78,6 +79,18 @@ def test_the_step_of_a_suspect_that_fails_drops_its_cache_alone(models: Any) -> 
     driver.read(1)
     driver.run((0, 1), rows=(0, 1))
     driver.check(0, 1)
+
+
+def test_a_suspect_draws_nothing_where_the_model_computes_nan(models: Any) -> None:
+    class Spoiled(Failing):
+        def __call__(self, tokens: mx.array, cache: Any = None) -> Any:
+            return super().__call__(tokens, cache) * mx.nan
+
+    driver = Driver(Spoiled(models("qwen3")))
+    driver.admit(0, prompt(0))
+    driver.read(0, joins=None)
+    done = driver.must(suspect=0)
+    assert (done.broken, done.tokens) == ((0,), ())
 
 
 def test_tokens_count_that_were_told_before_a_step_failed(

@@ -144,6 +144,7 @@ def test_a_suspect_that_memory_does_not_suffice_for_leaves_the_others_their_plac
     bench.rounds(10)
     assert rows_of(bench, Decode(model=MODEL)) == 7
     assert suspects_read(bench) == [], "it waits for a place"
+    assert bench.scheduler._models[MODEL].text_schedule._book.fitting == 7
     bench.finish()
     for number in range(1, 9):
         assert bench.job(number).tokens == expected(bench, number, 60)
