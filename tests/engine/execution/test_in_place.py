@@ -164,7 +164,7 @@ def test_rows_that_change_groups_are_twice_in_one_layer_at_most(
     mx.synchronize()
     mx.clear_cache()
     begun = mx.get_active_memory()
-    decoder = driver.runner._main
+    decoder = driver.runner._decoder
     shaped = [
         tuple(RowGroup(rows, len(rows), COLUMNS) for rows in each) for each in (before, after)
     ]

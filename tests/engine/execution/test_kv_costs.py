@@ -107,7 +107,7 @@ def check_counts(engine: TextEngine) -> None:
     freed in the next one."""
     runner, facts = engine.runner, engine.runner.facts
     engine.decode()
-    batches, groups = runner._main.sub_batches, engine.schedule._groups
+    batches, groups = runner._decoder.sub_batches, engine.schedule._groups
     if sum(len(batch.rows) for batch in batches) == groups.count:
         layers = [layer for batch in batches for layer in batch.caches.layers]
         counted = engine.schedule.statistics()["row_bytes"]

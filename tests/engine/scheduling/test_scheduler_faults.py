@@ -75,7 +75,7 @@ def test_after_a_fault_all_rows_go_on_with_the_same_tokens() -> None:
 
 def suspects_read(bench: Bench) -> list[int]:
     """Suspects whose texts are being read, or are read and not with the others."""
-    queue = bench.scheduler._models[MODEL].text_schedule._queue
+    queue = bench.scheduler._models[MODEL].rows._queue
     return [row.id for row in queue.half_read if row.suspect]
 
 
@@ -144,7 +144,7 @@ def test_a_suspect_that_memory_does_not_suffice_for_leaves_the_others_their_plac
     bench.rounds(10)
     assert rows_of(bench, Decode(model=MODEL)) == 7
     assert suspects_read(bench) == [], "it waits for a place"
-    assert bench.scheduler._models[MODEL].text_schedule._book.fitting == 7
+    assert bench.scheduler._models[MODEL].rows._book.fitting == 7
     bench.finish()
     for number in range(1, 9):
         assert bench.job(number).tokens == expected(bench, number, 60)

@@ -133,7 +133,7 @@ def test_a_source_row_that_is_lost_in_the_same_round_costs_a_second_reading() ->
     armed = True
     bench.submit(job(2, 0, prompt=HEAD + prompt(30, 3), max_tokens=5))
     bench.round()
-    row = bench.scheduler._models[MODEL].text_schedule._book.rows[2]
+    row = bench.scheduler._models[MODEL].rows._book.rows[2]
     bench.finish()
     assert opened(bench, 2).from_row == 1, "the first attempt"
     assert [each.explained for each in row.incidents] == [True], "it does not count against the row"
