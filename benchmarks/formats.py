@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.report import describe_machine, format_machine, format_table, write_json
-from mlxsrv.text.calls import CallFormat, Tools, WrittenCall
+from mlxsrv.text.call_formats.calls import CallFormat, Tools, WrittenCall
 from mlxsrv.text.formats import CALLS, THOUGHTS
 from mlxsrv.text.marks import Marks
 from mlxsrv.text.reader import AnswerReader, OfferedCalls, ToolArguments

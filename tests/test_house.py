@@ -75,6 +75,9 @@ WITHOUT_MLX = {
 }
 """Parts of the engine that decide or carry, and touch no array."""
 
+HIGH_FOLDERS = {"engine/scheduling"}
+"""Folders with more than seven floors of files, each of which uses the one below."""
+
 PUBLIC_ROOMS = {"replicas"}
 """Rooms that have public names of their own, which their `__init__.py` imports."""
 
@@ -176,6 +179,21 @@ def test_no_rooms_import_each_other() -> None:
         there = {room(other) for other in imported(module)}
         graph.setdefault(here, set()).update(there - {here})
     assert circle(graph) == []
+
+
+def test_a_folder_has_few_floors() -> None:
+    """A reader goes from the lowest file of a folder to its highest in at most seven steps."""
+    floors: dict[str, int] = {}
+
+    def climb(module: str) -> int:
+        if module not in floors:
+            folder = module.rpartition("/")[0]
+            below = {other for other in imported(module) if other.rpartition("/")[0] == folder}
+            floors[module] = 1 + max(map(climb, below - {module}), default=0)
+        return floors[module]
+
+    high = {module.rpartition("/")[0] for module in served() if "/" in module and climb(module) > 7}
+    assert high == HIGH_FOLDERS
 
 
 def room(module: str) -> str:

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence, Set
 from functools import lru_cache
 
-from mlxsrv.prompts.chat_template import ChatTemplate
 from mlxsrv.prompts.encoding import PIECE_CHARACTERS, TextEncoder
-from mlxsrv.prompts.messages import Chat, PlainMessage
+from mlxsrv.prompts.templates.chat_template import ChatTemplate
+from mlxsrv.prompts.templates.messages import Chat, PlainMessage
 
 _MOST_HEADS = 16  # system messages whose tokens are remembered
 _BESIDE = 256  # characters around the end of what two texts share: enough for a token's borders

@@ -19,13 +19,13 @@ from mlxsrv.generation.spec import (
     TextPrompts,
     ToolSpec,
 )
-from mlxsrv.prompts.chat_template import names_tools
 from mlxsrv.prompts.constraints import ConstraintSpec, chat_constraint, text_constraint
 from mlxsrv.prompts.encoding import TokenBudget
-from mlxsrv.prompts.messages import Chat, plain_message, plain_tool
-from mlxsrv.prompts.tool_descriptions import describe_tools
-from mlxsrv.text.call_ids import count_calls
-from mlxsrv.text.calls import Tools
+from mlxsrv.prompts.templates.chat_template import names_tools
+from mlxsrv.prompts.templates.messages import Chat, plain_message, plain_tool
+from mlxsrv.prompts.templates.tool_descriptions import describe_tools
+from mlxsrv.text.call_formats.call_ids import count_calls
+from mlxsrv.text.call_formats.calls import Tools
 from mlxsrv.text.reader import OfferedCalls
 
 if TYPE_CHECKING:

@@ -24,18 +24,18 @@ from mlxsrv.formats.capabilities import OF_TOKENIZERS, decoder_capabilities
 from mlxsrv.formats.format_names import NONE
 from mlxsrv.generation.parameters import Constraint, Grammar
 from mlxsrv.logs import log
-from mlxsrv.prompts.chat_template import ChatTemplate, template_texts
 from mlxsrv.prompts.checkpoints import CheckpointFinder
 from mlxsrv.prompts.encoding import TextEncoder, TokenBudget, Truncation
 from mlxsrv.prompts.grammars.calls import CallConstraint
 from mlxsrv.prompts.grammars.grammar import GrammarCompiler
-from mlxsrv.prompts.messages import Chat
 from mlxsrv.prompts.model_defaults import (
     find_end_tokens,
     read_config,
     sampling_defaults,
     vocabulary_size,
 )
+from mlxsrv.prompts.templates.chat_template import ChatTemplate, template_texts
+from mlxsrv.prompts.templates.messages import Chat
 from mlxsrv.prompts.thought_budget import BudgetConstraint
 from mlxsrv.prompts.token_texts import TokenTexts
 from mlxsrv.prompts.tokenizer_steps import mend_decoder

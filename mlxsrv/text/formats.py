@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from mlxsrv.text.calls import CallFormat
+from mlxsrv.text.call_formats.calls import CallFormat
+from mlxsrv.text.call_formats.headed_calls import HEADED_FORMATS
+from mlxsrv.text.call_formats.json_calls import JSON_FORMATS
+from mlxsrv.text.call_formats.literal_calls import LITERAL_FORMATS
+from mlxsrv.text.call_formats.nested_calls import MINIMAX_M3
+from mlxsrv.text.call_formats.tagged_calls import TAGGED_FORMATS
 from mlxsrv.text.frames import FrameFormat
-from mlxsrv.text.headed_calls import HEADED_FORMATS
-from mlxsrv.text.json_calls import JSON_FORMATS
-from mlxsrv.text.literal_calls import LITERAL_FORMATS
-from mlxsrv.text.nested_calls import MINIMAX_M3
-from mlxsrv.text.tagged_formats import TAGGED_FORMATS
 from mlxsrv.text.thoughts import FRAME_FORMATS
 
 

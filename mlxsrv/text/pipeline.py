@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from mlxsrv.text.calls import CallFault
+from mlxsrv.text.call_formats.calls import CallFault
 from mlxsrv.text.frames import CONTENT
 from mlxsrv.text.reader import AnswerReader, OutputPart, ToolArguments, ToolOpened
 from mlxsrv.text.repetition import RepetitionGuard

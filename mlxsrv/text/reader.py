@@ -24,7 +24,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from mlxsrv.generation.outputs import is_object
-from mlxsrv.text.calls import (
+from mlxsrv.text.call_formats.calls import (
     CallClosed,
     CallFault,
     CallFormat,

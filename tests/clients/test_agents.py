@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from mlxsrv.text.calls import WrittenCall
+from mlxsrv.text.call_formats.calls import WrittenCall
 from mlxsrv.text.formats import CALLS, THOUGHTS
 from tests.support.scripted import AFTER_TOOL
 from tests.support.serving import Line, Server, environment, serving

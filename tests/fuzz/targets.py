@@ -19,9 +19,9 @@ import msgspec
 
 from mlxsrv.errors import InvalidRequest
 from mlxsrv.generation.spec import GenerationSpec
+from mlxsrv.text.call_formats.json_calls import HERMES
 from mlxsrv.text.detokenize import DecodingDetokenizer, Detokenizer, TokenBytes, token_bytes
 from mlxsrv.text.frames import Piece
-from mlxsrv.text.json_calls import HERMES
 from mlxsrv.text.pipeline import TextPipeline
 from mlxsrv.text.reader import OutputPart, ToolArguments, ToolOpened
 from mlxsrv.text.stops import StopStrings

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mlxsrv.prompts.messages import Chat, PlainMessage
+from mlxsrv.prompts.templates.messages import Chat, PlainMessage
 from mlxsrv.prompts.tokenizer import Prompt, Tokenizer
 from tests.prompts.test_tokenizer import change
 from tests.support.fixtures import ModelFolder

@@ -10,8 +10,8 @@ import pytest
 from mlxsrv.errors import UnsupportedParameter
 from mlxsrv.generation.spec import ChatPrompt
 from mlxsrv.prompts.constraints import ConstraintSpec, chat_constraint, text_constraint
-from mlxsrv.text.calls import Tools
-from mlxsrv.text.json_calls import HERMES
+from mlxsrv.text.call_formats.calls import Tools
+from mlxsrv.text.call_formats.json_calls import HERMES
 from mlxsrv.text.reader import OfferedCalls
 from mlxsrv.wire.openai.requests import CHAT_REQUESTS, COMPLETION_REQUESTS
 

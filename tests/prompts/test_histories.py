@@ -11,9 +11,9 @@ import pytest
 
 from mlxsrv.errors import InvalidRequest
 from mlxsrv.generation.spec import ChatMessage, ChatPrompt, GenerationSpec, PastCall, ToolSpec
-from mlxsrv.prompts.history_changes import reminded, short_id
-from mlxsrv.prompts.messages import plain_message
 from mlxsrv.prompts.planning import plan
+from mlxsrv.prompts.templates.history_changes import reminded, short_id
+from mlxsrv.prompts.templates.messages import plain_message
 from mlxsrv.prompts.tokenizer import Tokenizer
 from tests.support.family_rules import FAMILY_RULES
 from tests.support.growth import assert_linear

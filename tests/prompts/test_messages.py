@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from mlxsrv.errors import MissingParameter, UnsupportedParameter
-from mlxsrv.prompts.messages import plain_message
+from mlxsrv.prompts.templates.messages import plain_message
 from mlxsrv.wire.openai.messages import Message, read_messages
 from mlxsrv.wire.unknown import Search
 

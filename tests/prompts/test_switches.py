@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from mlxsrv.prompts.messages import Messages
-from mlxsrv.prompts.switches import Switches
+from mlxsrv.prompts.templates.messages import Messages
+from mlxsrv.prompts.templates.switches import Switches
 from mlxsrv.prompts.tokenizer import Tokenizer
 from tests.support.scripted import write_scripted
 

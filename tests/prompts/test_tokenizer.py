@@ -14,13 +14,13 @@ from mlx_lm.utils import load_tokenizer
 from mlxsrv.errors import InvalidRequest, UnsupportedParameter
 from mlxsrv.formats.model_folder import describe_model
 from mlxsrv.prompts import sandbox
-from mlxsrv.prompts.chat_template import names_tools
 from mlxsrv.prompts.encoding import Truncation
-from mlxsrv.prompts.messages import Chat
+from mlxsrv.prompts.templates.chat_template import names_tools
+from mlxsrv.prompts.templates.messages import Chat
 from mlxsrv.prompts.token_texts import TokenTexts
 from mlxsrv.prompts.tokenizer import Tokenizer
-from mlxsrv.text.calls import Tools
-from mlxsrv.text.json_calls import HERMES
+from mlxsrv.text.call_formats.calls import Tools
+from mlxsrv.text.call_formats.json_calls import HERMES
 from mlxsrv.text.reader import OfferedCalls, ToolOpened
 from tests.support.fixtures import ModelFolder
 from tests.support.growth import assert_linear

@@ -11,7 +11,7 @@ from mlxsrv.formats.answer_formats import FormatWords
 from mlxsrv.generation.spec import ChatMessage, ChatPrompt, GenerationSpec, PastCall
 from mlxsrv.prompts.planning import plan
 from mlxsrv.prompts.tokenizer import Tokenizer
-from mlxsrv.text.calls import Tools, WrittenCall
+from mlxsrv.text.call_formats.calls import Tools, WrittenCall
 from mlxsrv.text.marks import SPELLED
 from mlxsrv.text.reader import AnswerReader, OfferedCalls, ToolArguments, ToolOpened
 from tests.real.conftest import real

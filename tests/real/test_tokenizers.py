@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mlxsrv.prompts.messages import Chat
+from mlxsrv.prompts.templates.messages import Chat
 from mlxsrv.prompts.tokenizer import Tokenizer
 from mlxsrv.text.detokenize import Detokenizer
 from tests.real.conftest import real

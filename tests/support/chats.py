@@ -10,7 +10,7 @@ import msgspec
 from mlxsrv.engine.events import PromptRead, Token
 from mlxsrv.engine.orders import Job
 from mlxsrv.generation.parameters import Sampling
-from mlxsrv.prompts.messages import Chat, PlainMessage
+from mlxsrv.prompts.templates.messages import Chat, PlainMessage
 from mlxsrv.prompts.tokenizer import Prompt, Tokenizer
 from tests.support.text_engine import TextEngine
 

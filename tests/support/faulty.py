@@ -21,7 +21,7 @@ from mlxsrv.engine.outcomes import LoadStep
 from mlxsrv.engine.plans import LoadSlice
 from mlxsrv.engine.runner import Runner
 from mlxsrv.prompts import sandbox
-from mlxsrv.prompts.messages import Chat
+from mlxsrv.prompts.templates.messages import Chat
 from mlxsrv.prompts.tokenizer import Tokenizer
 from tests.support import sleepy_sandbox
 from tests.support.tiny import MARKER_TOKENS, SPECIAL_TOKENS, VOCABULARY

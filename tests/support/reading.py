@@ -6,9 +6,9 @@ from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
 
-from mlxsrv.text.calls import CallFormat, Tools, ToolSchema, WrittenCall
+from mlxsrv.text.call_formats.calls import CallFormat, Tools, ToolSchema, WrittenCall
+from mlxsrv.text.call_formats.lark import Lark
 from mlxsrv.text.frames import CONTENT, FrameFormat, MarkedThoughts, NoThoughts, Piece
-from mlxsrv.text.lark import Lark
 from mlxsrv.text.marks import SPELLED, Marks
 from mlxsrv.text.reader import AnswerReader, OfferedCalls, OutputPart, ToolArguments, ToolOpened
 

@@ -4,9 +4,9 @@ from collections.abc import Iterable
 
 import msgspec
 
-from mlxsrv.text.calls import Tools, WrittenCall
+from mlxsrv.text.call_formats.calls import Tools, WrittenCall
+from mlxsrv.text.call_formats.json_calls import HERMES
 from mlxsrv.text.formats import CALLS
-from mlxsrv.text.json_calls import HERMES
 from tests.support.reading import caller, merge
 
 START, END = "<tool_call>", "</tool_call>"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from mlxsrv.text.call_ids import count_calls
-from mlxsrv.text.calls import Tools
+from mlxsrv.text.call_formats.call_ids import count_calls
+from mlxsrv.text.call_formats.calls import Tools
 from mlxsrv.text.formats import CALLS
 from mlxsrv.text.frames import NoThoughts
 from mlxsrv.text.marks import SPELLED

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from mlxsrv.text.calls import (
+from mlxsrv.text.call_formats.calls import (
     CallClosed,
     CallFormat,
     CallOpened,
@@ -12,7 +12,7 @@ from mlxsrv.text.calls import (
     Tools,
     WrittenCall,
 )
-from mlxsrv.text.headed_calls import (
+from mlxsrv.text.call_formats.headed_calls import (
     DEEPSEEK_V3,
     DEEPSEEK_V31,
     HARMONY,
@@ -21,7 +21,7 @@ from mlxsrv.text.headed_calls import (
     MISTRAL_ARGS,
     MISTRAL_IDS,
 )
-from mlxsrv.text.json_calls import (
+from mlxsrv.text.call_formats.json_calls import (
     APERTUS,
     COMMAND,
     GRANITE,

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from mlxsrv.text.calls import CallClosed, CallFormat, CallOpened, Tools, WrittenCall
-from mlxsrv.text.literal_calls import (
+from mlxsrv.text.call_formats.calls import CallClosed, CallFormat, CallOpened, Tools, WrittenCall
+from mlxsrv.text.call_formats.literal_calls import (
     FUNCTIONGEMMA,
     GEMMA4,
     LFM2,

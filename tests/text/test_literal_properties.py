@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.tool_parsers import gemma4, pythonic
 
-from mlxsrv.text.calls import CallFormat, Tools, WrittenCall
-from mlxsrv.text.literal_calls import GEMMA4, LFM2, LITERAL_FORMATS
+from mlxsrv.text.call_formats.calls import CallFormat, Tools, WrittenCall
+from mlxsrv.text.call_formats.literal_calls import GEMMA4, LFM2, LITERAL_FORMATS
 from mlxsrv.text.marks import SPELLED
 from tests.support.cuts import cut
 from tests.support.effort import examples

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from mlxsrv.text.calls import CallFormat, WrittenCall
-from mlxsrv.text.lark import Lark
-from mlxsrv.text.literal_calls import GEMMA4, LFM2, LITERAL_FORMATS, OLMO3
+from mlxsrv.text.call_formats.calls import CallFormat, WrittenCall
+from mlxsrv.text.call_formats.lark import Lark
+from mlxsrv.text.call_formats.literal_calls import GEMMA4, LFM2, LITERAL_FORMATS, OLMO3
 from mlxsrv.text.marks import SPELLED
 from tests.support.reading import named
 

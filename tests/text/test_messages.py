@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from itertools import islice
 
-from mlxsrv.text.calls import Tools
+from mlxsrv.text.call_formats.calls import Tools
 from mlxsrv.text.formats import CALLS, THOUGHTS
 from mlxsrv.text.marks import SPELLED
 from mlxsrv.text.reader import AnswerReader, OfferedCalls, ToolArguments, ToolOpened

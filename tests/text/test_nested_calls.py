@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxsrv.text.calls import Tools, WrittenCall
-from mlxsrv.text.lark import Lark
+from mlxsrv.text.call_formats.calls import Tools, WrittenCall
+from mlxsrv.text.call_formats.lark import Lark
+from mlxsrv.text.call_formats.nested_calls import MINIMAX_M3
 from mlxsrv.text.marks import SPELLED
-from mlxsrv.text.nested_calls import MINIMAX_M3
 from tests.support.effort import examples
 from tests.support.reading import CallGrammar, check_cuts, read, read_each_way, tokens
 

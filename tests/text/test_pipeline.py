@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlxsrv.text.call_formats.json_calls import HERMES
 from mlxsrv.text.detokenize import DecodingDetokenizer, Detokenizer, TokenBytes, token_bytes
 from mlxsrv.text.frames import Piece
-from mlxsrv.text.json_calls import HERMES
 from mlxsrv.text.pipeline import TextPipeline
 from mlxsrv.text.reader import OutputPart, ToolArguments, ToolOpened
 from mlxsrv.text.stage import Stage

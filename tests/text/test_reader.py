@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 import pytest
 
-from mlxsrv.text.calls import Tools
+from mlxsrv.text.call_formats.calls import Tools
+from mlxsrv.text.call_formats.json_calls import HERMES
+from mlxsrv.text.call_formats.literal_calls import PYTHONIC
 from mlxsrv.text.frames import MarkedThoughts
-from mlxsrv.text.json_calls import HERMES
-from mlxsrv.text.literal_calls import PYTHONIC
 from mlxsrv.text.marks import Marks
 from mlxsrv.text.reader import AnswerReader, OfferedCalls, ToolArguments, ToolOpened
 from tests.support.reading import caller

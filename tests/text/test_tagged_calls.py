@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxsrv.text.calls import CallClosed, CallFormat, CallOpened, Tools, WrittenCall
-from mlxsrv.text.marks import SPELLED
-from mlxsrv.text.tagged_formats import (
+from mlxsrv.text.call_formats.calls import CallClosed, CallFormat, CallOpened, Tools, WrittenCall
+from mlxsrv.text.call_formats.tagged_calls import (
     DEEPSEEK_V4,
     DEEPSEEK_V32,
     GLM,
@@ -21,6 +20,7 @@ from mlxsrv.text.tagged_formats import (
     QWEN_XML,
     TAGGED_FORMATS,
 )
+from mlxsrv.text.marks import SPELLED
 from tests.support.cuts import cut
 from tests.support.reading import (
     CallGrammar,

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from mlxsrv.text.calls import Tools
-from mlxsrv.text.json_calls import HERMES
+from mlxsrv.text.call_formats.calls import Tools
+from mlxsrv.text.call_formats.json_calls import HERMES
 from mlxsrv.text.reader import ToolArguments, ToolOpened
 from tests.support.reading import caller
 from tests.support.tool_calls import (

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxsrv.text.values import Argument, ArgumentTypes, escape
+from mlxsrv.text.call_formats.values import Argument, ArgumentTypes, escape
 from tests.support.effort import examples
 
 STRING, INTEGER, NUMBER = {"type": "string"}, {"type": "integer"}, {"type": "number"}

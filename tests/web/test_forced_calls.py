@@ -10,7 +10,7 @@ import pytest
 from starlette.testclient import TestClient
 
 import mlxsrv
-from mlxsrv.text.calls import WrittenCall
+from mlxsrv.text.call_formats.calls import WrittenCall
 from mlxsrv.text.formats import CALLS, THOUGHTS
 from tests.support.client import Body
 from tests.support.effort import often

@@ -17,9 +17,9 @@ from mlxsrv.prompts.grammars.checks import find_failures, locate
 from mlxsrv.prompts.grammars.gbnf import GBNFError, translate_gbnf
 from mlxsrv.prompts.grammars.schemas import JSONSchema, SchemaError, ascii_classes, prepare
 from mlxsrv.prompts.grammars.specs import GrammarRefused, GrammarSpec, ToolGrammar
-from mlxsrv.text.calls import CallRules, NotEnforceable
+from mlxsrv.text.call_formats.calls import CallRules, NotEnforceable
+from mlxsrv.text.call_formats.lark import Lark
 from mlxsrv.text.formats import CALLS, THOUGHTS
-from mlxsrv.text.lark import Lark
 from mlxsrv.text.marks import SPELLED, Marks
 from mlxsrv.wording import error_in_words
 

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mlxsrv.prompts.grammars.specs import each_call, tool_grammar
-from mlxsrv.text.calls import Tools, WrittenCall
+from mlxsrv.text.call_formats.calls import Tools, WrittenCall
 from mlxsrv.text.formats import CALLS, THOUGHTS
 from mlxsrv.text.frames import FrameFormat
 from mlxsrv.text.marks import Marks

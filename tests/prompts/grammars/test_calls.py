@@ -19,8 +19,8 @@ from mlxsrv.prompts.grammars.calls import CallConstraint
 from mlxsrv.prompts.grammars.grammar import CompiledGrammar
 from mlxsrv.prompts.grammars.specs import each_call
 from mlxsrv.prompts.tokenizer import Tokenizer
-from mlxsrv.text.calls import Tools
-from mlxsrv.text.json_calls import HERMES
+from mlxsrv.text.call_formats.calls import Tools
+from mlxsrv.text.call_formats.json_calls import HERMES
 from mlxsrv.text.reader import OfferedCalls, OutputPart, ToolArguments, ToolOpened
 from tests.support.effort import examples
 from tests.support.fixtures import ModelFolder

@@ -9,7 +9,7 @@ import pytest
 
 from mlxsrv.errors import InvalidRequest
 from mlxsrv.prompts.grammars.specs import each_call, tool_grammar
-from mlxsrv.text.calls import WrittenCall
+from mlxsrv.text.call_formats.calls import WrittenCall
 from mlxsrv.text.formats import CALLS
 from tests.prompts.grammars.test_call_formats import frame_of, model
 

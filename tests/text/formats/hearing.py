@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from mlxsrv.text.calls import Tools
+from mlxsrv.text.call_formats.calls import Tools
 from mlxsrv.text.formats import CALLS, THOUGHTS
 from mlxsrv.text.frames import CONTENT
 from mlxsrv.text.marks import SPELLED, Marks

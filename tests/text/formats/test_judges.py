@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm import tool_parsers
 
-from mlxsrv.text.calls import Tools, WrittenCall
+from mlxsrv.text.call_formats.calls import Tools, WrittenCall
 from mlxsrv.text.formats import CALLS
 from mlxsrv.text.marks import SPELLED
 from tests.support.effort import examples

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxsrv.text.calls import Tools, WrittenCall
+from mlxsrv.text.call_formats.calls import Tools, WrittenCall
 from mlxsrv.text.formats import CALLS, THOUGHTS
 from mlxsrv.text.marks import SPELLED, Marks
 from mlxsrv.text.reader import AnswerReader, OfferedCalls

@@ -20,7 +20,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlxsrv.text.calls import (
+from mlxsrv.text.call_formats.calls import (
     CallFormat,
     CallReader,
     CallRules,
@@ -29,10 +29,10 @@ from mlxsrv.text.calls import (
     ToolSchema,
     WrittenCall,
 )
-from mlxsrv.text.lark import Lark, stand_alone
+from mlxsrv.text.call_formats.lark import Lark, stand_alone
+from mlxsrv.text.call_formats.tagged_rules import text_body
+from mlxsrv.text.call_formats.values import Argument, ArgumentTypes, escape
 from mlxsrv.text.marks import Marks
-from mlxsrv.text.tagged_rules import text_body
-from mlxsrv.text.values import Argument, ArgumentTypes, escape
 
 _SIGN = "]<]minimax[>["
 _BLOCK, _INVOKE, _ITEM = "tool_call", "invoke", "item"

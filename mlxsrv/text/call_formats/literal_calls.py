@@ -8,11 +8,18 @@ from typing import Any
 
 import msgspec
 
-from mlxsrv.text.calls import CallFormat, CallReader, CallRules, Tools, ToolSchema, WrittenCall
-from mlxsrv.text.lark import Lark
-from mlxsrv.text.literal_reader import LiteralReader
-from mlxsrv.text.literal_rules import LiteralRules, quoted
-from mlxsrv.text.literal_strings import LiteralSyntax
+from mlxsrv.text.call_formats.calls import (
+    CallFormat,
+    CallReader,
+    CallRules,
+    Tools,
+    ToolSchema,
+    WrittenCall,
+)
+from mlxsrv.text.call_formats.lark import Lark
+from mlxsrv.text.call_formats.literal_reader import LiteralReader
+from mlxsrv.text.call_formats.literal_rules import LiteralRules, quoted
+from mlxsrv.text.call_formats.literal_strings import LiteralSyntax
 from mlxsrv.text.marks import Marks
 
 

@@ -9,12 +9,12 @@ from typing import Any, Literal
 
 import msgspec
 
-from mlxsrv.text.calls import CallReader, Tools
-from mlxsrv.text.json_values import JsonValue
+from mlxsrv.text.call_formats.calls import CallReader, Tools
+from mlxsrv.text.call_formats.json_values import JsonValue
+from mlxsrv.text.call_formats.tagged_layout import CDATA, OTHER, TEXT, TagLayout
+from mlxsrv.text.call_formats.tags import WAIT, Found, Tag
+from mlxsrv.text.call_formats.values import Argument, ArgumentTypes, escape
 from mlxsrv.text.marks import Marks
-from mlxsrv.text.tagged_layout import CDATA, OTHER, TEXT, TagLayout
-from mlxsrv.text.tags import WAIT, Found, Tag
-from mlxsrv.text.values import Argument, ArgumentTypes, escape
 
 _MOST_SPACE = 256  # characters of whitespace between tags that are waited for
 

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from mlxsrv.text.call_ids import RANDOM, CallIds
-from mlxsrv.text.lark import Lark
+from mlxsrv.text.call_formats.call_ids import RANDOM, CallIds
+from mlxsrv.text.call_formats.lark import Lark
 from mlxsrv.text.marks import Marks
 
 _SCOPES = re.compile(r"[.:/]")

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from mlxsrv.text.json_values import JsonValue
+from mlxsrv.text.call_formats.json_values import JsonValue
 
 _Role = Literal["key", "name", "arguments", "call", "other"]
 _Step = Literal["open", "key", "colon", "value"]

@@ -7,9 +7,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mlxsrv.text.calls import NotEnforceable, ToolSchema
-from mlxsrv.text.lark import Lark, listed_members, stand_alone, text_pattern
-from mlxsrv.text.values import Argument, ArgumentTypes
+from mlxsrv.text.call_formats.calls import NotEnforceable, ToolSchema
+from mlxsrv.text.call_formats.lark import Lark, listed_members, stand_alone, text_pattern
+from mlxsrv.text.call_formats.values import Argument, ArgumentTypes
 
 _MOST = 6  # required keys whose order is free: there is a rule for each set of them
 _KEY = re.compile(r"[\w.$:/@ -]+")

@@ -9,10 +9,10 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from mlxsrv.text.calls import ToolSchema, WrittenCall
-from mlxsrv.text.lark import Lark
-from mlxsrv.text.tagged_rules import ArgumentRules, gapped, text_body
-from mlxsrv.text.values import Argument, ArgumentTypes
+from mlxsrv.text.call_formats.calls import ToolSchema, WrittenCall
+from mlxsrv.text.call_formats.lark import Lark
+from mlxsrv.text.call_formats.tagged_rules import ArgumentRules, gapped, text_body
+from mlxsrv.text.call_formats.values import Argument, ArgumentTypes
 
 CDATA: Final = ("<![CDATA[", "]]>")
 _NO_MARKUP = r"[^<&\n]"

@@ -9,14 +9,21 @@ from typing import Any, Literal
 
 import msgspec
 
-from mlxsrv.text.call_ids import NAMED, RANDOM, SHORT, CallIds
-from mlxsrv.text.calls import CallFormat, CallReader, CallRules, Tools, ToolSchema, WrittenCall
-from mlxsrv.text.json_objects import JsonCall
-from mlxsrv.text.json_reader import LEFTOVERS, SPACE, ObjectsReader
-from mlxsrv.text.lark import Lark
+from mlxsrv.text.call_formats.call_ids import NAMED, RANDOM, SHORT, CallIds
+from mlxsrv.text.call_formats.calls import (
+    CallFormat,
+    CallReader,
+    CallRules,
+    Tools,
+    ToolSchema,
+    WrittenCall,
+)
+from mlxsrv.text.call_formats.json_objects import JsonCall
+from mlxsrv.text.call_formats.json_reader import LEFTOVERS, SPACE, ObjectsReader
+from mlxsrv.text.call_formats.lark import Lark
+from mlxsrv.text.call_formats.values import ArgumentTypes
 from mlxsrv.text.marks import Marks
 from mlxsrv.text.scan import Scanner
-from mlxsrv.text.values import ArgumentTypes
 
 _LONGEST = 256  # characters of a header
 _NAME = re.compile(r"[\w.:/@$-]+")

@@ -7,8 +7,14 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from mlxsrv.text.calls import NotEnforceable, ToolSchema
-from mlxsrv.text.lark import Lark, listed_members, stand_alone, text_bounds, text_pattern
+from mlxsrv.text.call_formats.calls import NotEnforceable, ToolSchema
+from mlxsrv.text.call_formats.lark import (
+    Lark,
+    listed_members,
+    stand_alone,
+    text_bounds,
+    text_pattern,
+)
 
 _KEY = re.compile(r"[\w.$/@-]+")
 _ANY_KEY = "[A-Za-z_][A-Za-z0-9_.-]{0,63}"

@@ -8,12 +8,19 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from mlxsrv.text.call_ids import NUMBERED, RANDOM, SHORT, CallIds
-from mlxsrv.text.calls import CallFormat, CallReader, CallRules, Tools, ToolSchema, WrittenCall
-from mlxsrv.text.json_reader import EitherReader, FinalReader, ObjectsReader
-from mlxsrv.text.lark import Lark
+from mlxsrv.text.call_formats.call_ids import NUMBERED, RANDOM, SHORT, CallIds
+from mlxsrv.text.call_formats.calls import (
+    CallFormat,
+    CallReader,
+    CallRules,
+    Tools,
+    ToolSchema,
+    WrittenCall,
+)
+from mlxsrv.text.call_formats.json_reader import EitherReader, FinalReader, ObjectsReader
+from mlxsrv.text.call_formats.lark import Lark
+from mlxsrv.text.call_formats.tagged_calls import QWEN_XML
 from mlxsrv.text.marks import Marks
-from mlxsrv.text.tagged_formats import QWEN_XML
 
 _ARGUMENTS = "ARGUMENTS"
 _ID = "ID"

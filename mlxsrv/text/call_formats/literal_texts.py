@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-from mlxsrv.text.values import Argument, ArgumentTypes
+from mlxsrv.text.call_formats.values import Argument, ArgumentTypes
 
 KEY = r"[^\s:=,(){}\[\]\"'<>\ufdd0-\ufdef]{1,256}"
 KEY_END = re.compile(rf"({KEY})\s{{0,64}}([:=])")

@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlxsrv.prompts.messages import Messages
-from mlxsrv.text.calls import CallFormat, WrittenCall
+from mlxsrv.prompts.templates.messages import Messages
+from mlxsrv.text.call_formats.calls import CallFormat, WrittenCall
 
 _TEXT = """\
 You may call these tools:

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from mlxsrv.prompts.messages import Messages, PlainMessage
-from mlxsrv.text.calls import CallFormat, WrittenCall
+from mlxsrv.prompts.templates.messages import Messages, PlainMessage
+from mlxsrv.text.call_formats.calls import CallFormat, WrittenCall
 
 MessageChange = Callable[[Messages], Messages]
 

@@ -16,10 +16,10 @@ from typing import Any
 import msgspec
 
 from mlxsrv.errors import InvalidRequest, UnsupportedParameter
-from mlxsrv.prompts.histories import Histories
-from mlxsrv.prompts.messages import Chat, Messages, PlainMessage
 from mlxsrv.prompts.sandbox import TooMuch, run_apart
-from mlxsrv.prompts.switches import Switches
+from mlxsrv.prompts.templates.histories import Histories
+from mlxsrv.prompts.templates.messages import Chat, Messages, PlainMessage
+from mlxsrv.prompts.templates.switches import Switches
 from mlxsrv.text.formats import Formats
 
 # End-of-turn tokens by family. Published models often forget to list theirs. So in chats, the

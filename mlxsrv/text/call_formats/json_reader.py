@@ -5,8 +5,8 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 
-from mlxsrv.text.calls import CallPart, CallReader, Tools
-from mlxsrv.text.json_objects import JsonCall
+from mlxsrv.text.call_formats.calls import CallPart, CallReader, Tools
+from mlxsrv.text.call_formats.json_objects import JsonCall
 from mlxsrv.text.marks import Marks
 from mlxsrv.text.scan import Scanner
 

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from mlxsrv.text.calls import CallFault, CallReader
-from mlxsrv.text.literal_texts import KEY, Lookahead, Scalars, unescape
+from mlxsrv.text.call_formats.calls import CallFault, CallReader
+from mlxsrv.text.call_formats.literal_texts import KEY, Lookahead, Scalars, unescape
+from mlxsrv.text.call_formats.values import Argument, ArgumentTypes, escape
 from mlxsrv.text.marks import Marks
 from mlxsrv.text.scan import Scanner
-from mlxsrv.text.values import Argument, ArgumentTypes, escape
 
 _STRING_STOPS = {
     quote: re.compile(rf"[\\{quote[0]}\ufdd0-\ufdef]") for quote in ('"', "'", '"""', "'''")

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Protocol
 
-from mlxsrv.prompts.messages import Messages
+from mlxsrv.prompts.templates.messages import Messages
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 """Levels of the effort to put into thinking, as clients name them."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 
-from mlxsrv.text.calls import CallFault, Tools
-from mlxsrv.text.literal_strings import Level, LiteralSyntax, StringReader
-from mlxsrv.text.literal_texts import KEY_END, Lookahead, Scalars, unescape
+from mlxsrv.text.call_formats.calls import CallFault, Tools
+from mlxsrv.text.call_formats.literal_strings import Level, LiteralSyntax, StringReader
+from mlxsrv.text.call_formats.literal_texts import KEY_END, Lookahead, Scalars, unescape
+from mlxsrv.text.call_formats.values import ArgumentTypes, escape
 from mlxsrv.text.marks import Marks
 from mlxsrv.text.scan import Scanner
-from mlxsrv.text.values import ArgumentTypes, escape
 
 _SPACE = " \t\r\n"
 _CLOSERS = {"{": "}", "[": "]", "(": ")"}

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from mlxsrv.prompts.history_changes import (
+from mlxsrv.prompts.templates.history_changes import (
     MessageChange,
     arguments_as_json,
     calls_as_text,
@@ -46,10 +46,10 @@ from mlxsrv.prompts.history_changes import (
     with_user,
     without_content,
 )
-from mlxsrv.prompts.messages import Messages, PlainMessage
-from mlxsrv.text.call_ids import NUMBERED
+from mlxsrv.prompts.templates.messages import Messages, PlainMessage
+from mlxsrv.text.call_formats.call_ids import NUMBERED
+from mlxsrv.text.call_formats.json_calls import HERMES
 from mlxsrv.text.formats import Formats
-from mlxsrv.text.json_calls import HERMES
 
 Writer = Callable[[Sequence[PlainMessage]], str | None]
 """Writes messages by a template; None if the template refuses them."""
