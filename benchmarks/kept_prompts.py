@@ -96,10 +96,10 @@ class Simulation:
     def _keep(self, text: Tokens, *, asked: int | None = None, lasting: bool = False) -> None:
         if not self._index.wants(text.size):
             return
-        number = self._index.promise(text, asked=asked, lasting=lasting)
+        keep = self._index.promise(text, asked=asked, lasting=lasting)
         cost = self._kind.cost
         bytes = cost.fixed + cost.per_token * text.size
-        self._index.confirm([number], [KeptPrompt(number, bytes, self._kind.cuts)])
+        self._index.confirm([keep], [KeptPrompt(keep.entry, bytes, self._kind.cuts)])
         self._index.take_dropped()
 
 

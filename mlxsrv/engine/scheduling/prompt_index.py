@@ -80,6 +80,7 @@ class Entry:
         fetched: it comes from disk, so nobody can begin with it before it is cached.
 
     Attributes:
+        stored: it is on disk, or on its way there, or need not go there.
         bytes: that it takes, once it is cached.
         expected: uses of all its tokens that are taken for granted.
         floor: that its worth is added to.
@@ -104,7 +105,7 @@ class Entry:
         self.beginning = find_beginning(tokens, steering)
         self.bytes = 0
         self.cuts = cuts
-        self.fetched = fetched
+        self.fetched = self.stored = fetched
         self.uses = deque(uses, maxlen=_MOST_USES)
         self.expected = _EXPECTED
         self.floor = 0.0
@@ -256,9 +257,15 @@ class PromptIndex:
         """Bytes of a cached prompt; 0 if the runner has yet to keep it."""
         return self._entries[number].bytes if number in self._entries else 0
 
-    def has(self, number: int) -> bool:
-        """Whether there is an entry of this number, and not only a promise."""
-        return number in self._entries
+    def list_unwritten(self) -> list[int]:
+        """The entries that are not on disk, the one cached or used longest ago first."""
+        return [number for number, entry in self._entries.items() if not entry.stored]
+
+    def note_stored(self, number: int, *, stored: bool = True) -> None:
+        """Note that an entry, if it is still there, is on its way to disk, or could not be
+        written."""
+        if (entry := self._entries.get(number)) is not None:
+            entry.stored = stored
 
     # An entry comes.
 
@@ -288,8 +295,7 @@ class PromptIndex:
             return None
         if not self.wants(tokens.size):
             return None
-        number = self.promise(tokens, steering, asked=asked, lasting=lasting, uses=uses)
-        return Keep(number, tokens.size)
+        return self.promise(tokens, steering, asked=asked, lasting=lasting, uses=uses)
 
     def promise(
         self,
@@ -300,9 +306,9 @@ class PromptIndex:
         lasting: bool = False,
         uses: Iterable[int] = (),
         fetched: bool = False,
-    ) -> int:
-        """Promise an entry that the runner is to cache. Returns its number. `confirm` follows. For
-        the arguments see Entry; all tokens are `asked`, unless given."""
+    ) -> Keep:
+        """Promise an entry that the runner is to cache. `confirm` follows. For the arguments see
+        Entry; all tokens are `asked`, unless given."""
         self._number += 1
         self._promised[self._number] = Entry(
             self._number,
@@ -315,27 +321,24 @@ class PromptIndex:
             fetched=fetched,
         )
         self.changes += 1
-        return self._number
+        return Keep(self._number, tokens.size)
 
-    def confirm(
-        self, promised: Iterable[int], kept: Sequence[KeptPrompt], tokens: int | None = None
-    ) -> None:
+    def confirm(self, keeps: Iterable[Keep | None], kept: Iterable[KeptPrompt]) -> None:
         """Turn promised entries into cached ones, if the runner has kept them; drop the others.
 
         Args:
-            promised: their numbers.
+            keeps: what was promised, with the tokens that KV caches hold now.
             kept: the KV caches that the runner has kept.
-            tokens: that these hold, if they are not all that were promised.
         """
-        for number in promised:
-            entry = self._promised.pop(number)
+        prompts = {prompt.entry: prompt for prompt in kept}
+        for keep in [keep for keep in keeps if keep is not None]:
+            entry = self._promised.pop(keep.entry)
             self.changes += 1
-            for prompt in kept:
-                if prompt.entry == number:
-                    entry.bytes, entry.cuts = prompt.bytes, prompt.cuts
-                    entry.tokens = entry.tokens[:tokens]
-                    entry.asked = min(entry.asked, entry.size)
-                    self._put(entry)
+            if (prompt := prompts.get(keep.entry)) is not None:
+                entry.bytes, entry.cuts = prompt.bytes, prompt.cuts
+                entry.tokens = entry.tokens[: keep.tokens]
+                entry.asked = min(entry.asked, entry.size)
+                self._put(entry)
 
     def _put(self, entry: Entry) -> None:
         alike = self._alike.get(entry.beginning, ())

@@ -10,15 +10,15 @@ prompts may begin with its text.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
 from mlxsrv.engine.events import Activations, Event, Failed, Finished, Shortage, Started
 from mlxsrv.engine.faults import NOT_A_NUMBER
 from mlxsrv.engine.orders import Job
-from mlxsrv.engine.outcomes import Admitted, Kept, KeptPrompt, Outcome
-from mlxsrv.engine.plans import Admit, Forget, FreedRow, Keep, Release, Rewind, WorkItem
+from mlxsrv.engine.outcomes import Admitted, Kept, Outcome
+from mlxsrv.engine.plans import Admit, Forget, FreedRow, Release, Rewind, WorkItem
 from mlxsrv.engine.scheduling.fair_queue import FairQueue
 from mlxsrv.engine.scheduling.groups import Groups
 from mlxsrv.engine.scheduling.prompt_index import PromptIndex, Tokens, as_tokens
@@ -381,13 +381,7 @@ class RowBook:
 
     def settle_release(self, work: Release, outcome: Outcome) -> None:
         kept = outcome.done.prompts if isinstance(outcome.done, Kept) else ()
-        self.confirm([freed.keep for freed in work.rows], kept)
-
-    def confirm(self, keeps: Iterable[Keep | None], kept: Sequence[KeptPrompt]) -> None:
-        """Note which KV caches the runner has kept, of those that it was to keep."""
-        self.index.confirm([keep.entry for keep in keeps if keep is not None], kept)
-        if self._store is not None:
-            self._store.note_kept(kept)
+        self.index.confirm([freed.keep for freed in work.rows], kept)
 
     def find_unreported(self, activations: Iterable[Activations]) -> Iterator[Activations]:
         """Return the activations that were not sent yet: after a fault or a preemption, tokens are

@@ -1,7 +1,7 @@
 """Cached prompts on disk: which are written when, and which are fetched for whom.
 
 All that is kept is written, one prompt at a time: at once while no row is there, and beside rows
-after a while. What the disk does not take is written once it takes something again. A prompt whose
+after a while. What the disk does not take is tried again when cached prompts change. A prompt whose
 beginning is on disk, and not in memory, waits at its place until that is fetched; others go on.
 What is fetched is a cached prompt like others. It is given up where reading the prompt would have
 been faster.
@@ -27,7 +27,7 @@ from mlxsrv.engine.outcomes import (
     Restored,
     TextFacts,
 )
-from mlxsrv.engine.plans import FetchPrompt, RestorePrompt, StorePrompts, WorkItem
+from mlxsrv.engine.plans import FetchPrompt, Keep, RestorePrompt, StorePrompts, WorkItem
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.scheduling.prompt_index import LEAST, PromptIndex
 from mlxsrv.engine.scheduling.prompt_queue import PromptQueue
@@ -117,9 +117,8 @@ class StoreSchedule:
         self._pace = pace
         self._index = index
         self._queue = queue
-        self._unwritten: deque[int] = deque()  # entries
-        self._missed: list[int] = []  # entries that the disk did not take
         self._writing: int | None = None
+        self._full_at = -1  # of the index's changes, when the disk took no more
         self._patience = _PATIENCE
         self._fetches: deque[Fetch] = deque()  # the first may be under way
         self._counts = {"files": 0, "bytes": 0, "hits": 0, "hit_tokens": 0, "writes": 0}
@@ -130,7 +129,7 @@ class StoreSchedule:
     def idle(self) -> bool:
         """Whether there is nothing to plan until the storage thread reports."""
         fetches = bool(self._fetches) and self._fetches[0].state is not FetchState.READING
-        return not fetches and (self._writing is not None or not self._unwritten)
+        return not fetches and not self._list_unwritten()
 
     @property
     def waiting(self) -> int:
@@ -142,10 +141,6 @@ class StoreSchedule:
         return {"fetching": self.waiting, **counts}
 
     # Reports.
-
-    def note_kept(self, prompts: Iterable[KeptPrompt]) -> None:
-        """Note that these prompts are kept from now on, unless the index did not take them."""
-        self._unwritten += [prompt.entry for prompt in prompts]
 
     def note_admitted(self, rows: Iterable[Row], admitted: Admitted) -> None:
         """Have rows that were admitted wait for the disk, where that helps, else in the queue."""
@@ -164,7 +159,9 @@ class StoreSchedule:
         match order:
             case Written():
                 self._writing = None
-                self._note_written(order)
+                if order.full:
+                    self._index.note_stored(order.entry, stored=False)
+                    self._full_at = self._index.changes
                 self._counts["writes"] += order.files
                 self._counts["files"] = order.held_files
                 self._counts["bytes"] = order.held_bytes
@@ -174,15 +171,6 @@ class StoreSchedule:
                     self._fetches[0].read = order.tokens
                 else:
                     self._end_fetch()
-
-    def _note_written(self, order: Written) -> None:
-        """Note what the disk did not take, and that it takes something again."""
-        if order.full:
-            self._missed = [each for each in self._missed if self._index.has(each)]
-            self._missed.append(order.entry)
-        elif order.files:
-            self._unwritten += self._missed
-            self._missed.clear()
 
     # Planning.
 
@@ -197,9 +185,7 @@ class StoreSchedule:
 
     def plan_all(self, promised: Iterable[int]) -> list[WorkItem]:
         """Write all that is not written, and what is promised, since the model is unloaded."""
-        entries = (*self._unwritten, *self._missed, *promised)
-        self._unwritten.clear()
-        self._missed.clear()
+        entries = (*self._index.list_unwritten(), *promised)
         return [StorePrompts(model=self._model, entries=entries)] if entries else []
 
     def _plan_fetch(self, *, streaming: bool) -> list[WorkItem]:
@@ -220,7 +206,7 @@ class StoreSchedule:
     def _begin(self, fetch: Fetch) -> WorkItem:
         row = fetch.rows[0]
         fetch.enter(FetchState.READING)
-        fetch.entry = self._index.promise(fetch.text, fetched=True)
+        fetch.entry = self._index.promise(fetch.text, fetched=True).entry
         known = self._queue.find_source(row).tokens
         estimate = self._pace.estimate(fetch.tokens - known)
         seconds = _LONGEST_FETCH if estimate is None else max(estimate, _LEAST_FETCH)
@@ -232,17 +218,23 @@ class StoreSchedule:
         return RestorePrompt(model=self._model, entry=fetch.entry, limit=limit)
 
     def _plan_write(self, *, busy: bool) -> list[WorkItem]:
-        while self._unwritten and not self._index.has(self._unwritten[0]):
-            self._unwritten.popleft()
-        if not self._unwritten or self._writing is not None:
+        unwritten = self._list_unwritten()
+        if not unwritten:
             self._patience = _PATIENCE
             return []
         if busy and self._patience:
             self._patience -= 1
             return []
         self._patience = _PATIENCE
-        self._writing = self._unwritten.popleft()
+        self._writing = unwritten[0]
+        self._index.note_stored(self._writing)
         return [StorePrompts(model=self._model, entries=(self._writing,))]
+
+    def _list_unwritten(self) -> list[int]:
+        """Entries that may be written now."""
+        if self._writing is not None or self._full_at == self._index.changes:
+            return []
+        return self._index.list_unwritten()
 
     # Outcomes.
 
@@ -275,7 +267,7 @@ class StoreSchedule:
         fetch.enter(FetchState.OVER)
         if fetch.entry is not None:
             kept = () if prompt is None else (prompt,)
-            self._index.confirm([fetch.entry], kept, tokens=fetch.read)
+            self._index.confirm([Keep(fetch.entry, fetch.read)], kept)
         self._queue.put_back(row for row in fetch.rows if not row.ended)
 
     def _find(self, row: Row, tokens: int) -> Fetch | None:

@@ -299,7 +299,7 @@ class TextSchedule:
         for reading in readings:  # rows that could not be admitted have left meanwhile
             reading.rows = [row for row in reading.rows if not row.ended]
         done = outcome.done if isinstance(outcome.done, PromptsRead) else PromptsRead()
-        self._book.confirm([span.keep for span in work.spans], done.kept)
+        self._index.confirm([span.keep for span in work.spans], done.kept)
         if outcome.fault is not None:
             self._read_again(work, readings, outcome.fault)
             return

@@ -97,8 +97,8 @@ def test_an_answer_that_the_client_has_not_taken_up_is_outdated(cuts: bool) -> N
     index = PromptIndex(1 << 20, cuts=cuts)
 
     def put(tokens: list[int], asked: int) -> None:
-        number = index.promise(as_tokens(tokens), asked=asked)
-        index.confirm([number], [KeptPrompt(number, 10, cuts)])
+        keep = index.promise(as_tokens(tokens), asked=asked)
+        index.confirm([keep], [KeptPrompt(keep.entry, 10, cuts)])
 
     asked = [*range(100)]
     put([*asked, 500, 501, 502], 100)

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxsrv.engine.outcomes import KeptPrompt
+from mlxsrv.engine.plans import Keep
 from mlxsrv.engine.scheduling import prompt_index
 from mlxsrv.engine.scheduling.prompt_index import (
     LEAST,
@@ -46,9 +47,9 @@ def keep(
     lasting: bool = False,
 ) -> int:
     """Keep a prompt, as the runner would."""
-    number = index.promise(tokens, steering, lasting=lasting)
-    index.confirm([number], [KeptPrompt(number, bytes, cuts)])
-    return number
+    promised = index.promise(tokens, steering, lasting=lasting)
+    index.confirm([promised], [KeptPrompt(promised.entry, bytes, cuts)])
+    return promised.entry
 
 
 def test_an_entry_that_can_be_cut_is_of_use_as_far_as_it_is_shared() -> None:
@@ -165,8 +166,9 @@ def test_what_a_row_was_lent_comes_back_with_its_uses() -> None:
     uses = index.move_out(views, 100)
     assert uses == (100, 100)
     assert index.move_out(views, 100) is None, "it is there no more"
-    grown = index.promise(prompt(150), asked=100, uses=uses)
-    index.confirm([grown], [KeptPrompt(grown, 100, True)])
+    promised = index.promise(prompt(150), asked=100, uses=uses)
+    grown = promised.entry
+    index.confirm([promised], [KeptPrompt(grown, 100, True)])
     index.take_dropped()
     others = [keep(index, prompt(100, 1000 * n)) for n in range(1, 4)]
     assert index.take_dropped() == (others[0],)
@@ -199,7 +201,7 @@ def test_of_several_that_share_as_much_the_shortest_is_found() -> None:
 def test_kept_prompts_give_way_to_so_many_bytes(wanted: int, free: int, stay: int) -> None:
     index = PromptIndex(BYTES)
     entries = [keep(index, prompt(100, 1000 * i)) for i in range(3)]
-    promised = index.promise(prompt(100, 9000))
+    promised = index.promise(prompt(100, 9000)).entry
     changes = index.changes
     assert index.give_way(wanted) == free
     assert (index.bytes, len(index)) == (300 - free, stay)
@@ -211,22 +213,24 @@ def test_kept_prompts_give_way_to_so_many_bytes(wanted: int, free: int, stay: in
 @pytest.mark.parametrize("kept", [True, False])
 def test_what_is_promised_is_of_use_unless_it_could_not_be_kept(kept: bool) -> None:
     index = PromptIndex(BYTES)
-    number = index.promise(prompt(100))
+    promised = index.promise(prompt(100))
+    number = promised.entry
     assert index.find(prompt(100)) == Source(number, tokens=100)
     assert (len(index), index.bytes) == (0, 0)
-    index.confirm([number], [KeptPrompt(number, 10, True)] if kept else [])
+    index.confirm([promised], [KeptPrompt(number, 10, True)] if kept else [])
     assert index.find(prompt(100)) == (Source(number, tokens=100) if kept else Source())
     assert index.bytes == (10 if kept else 0)
 
 
 def test_what_is_fetched_is_of_use_once_it_is_there() -> None:
     index = PromptIndex(BYTES)
-    number = index.promise(prompt(100), fetched=True)
+    number = index.promise(prompt(100), fetched=True).entry
     assert index.find(prompt(100)) == Source()
     assert index.promised == [100]
-    index.confirm([number], [KeptPrompt(number, 10, True)], tokens=70)
+    index.confirm([Keep(number, 70)], [KeptPrompt(number, 10, True)])
     assert index.find(prompt(100)) == Source(number, tokens=70)
     assert index.promised == []
+    assert index.list_unwritten() == [], "it is on disk"
 
 
 def test_a_row_is_gone_on_from_where_it_shares_more() -> None:

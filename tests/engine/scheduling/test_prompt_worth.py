@@ -69,9 +69,9 @@ class Kept:
     def add(self, name: int, tokens: int, bytes: int, parent: int | None = None) -> None:
         begin = [] if parent is None else self._texts[parent]
         text = [*begin, *range(10_000 * name, 10_000 * name + tokens - len(begin))]
-        number = self._index.promise(as_tokens(text))
-        self._index.confirm([number], [KeptPrompt(number, bytes, cuts=False)])
-        self._texts[name], self._entries[number] = text, name
+        keep = self._index.promise(as_tokens(text))
+        self._index.confirm([keep], [KeptPrompt(keep.entry, bytes, cuts=False)])
+        self._texts[name], self._entries[keep.entry] = text, name
 
     def use(self, name: int, tokens: int) -> None:
         [number] = [number for number, known in self._entries.items() if known == name]

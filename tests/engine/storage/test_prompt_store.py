@@ -338,6 +338,11 @@ def test_a_file_that_has_vanished_is_a_miss(tmp_path: Path) -> None:
     tokens = text()
     place.write(tokens)
     assert place.store.count_stored(tokens) == tokens.size
+    gone = [*split(tokens, cuts=True)][2]
+    (place.held.path / gone.file).unlink()
+    found = place.fetch(tokens)
+    assert found is not None
+    assert found.tokens == gone.begin == place.store.count_stored(tokens)
     for file in place.files:
         file.unlink()
     assert place.fetch(tokens) is None
