@@ -301,6 +301,7 @@ class MemoryBudget:
         refused = needed > most and self._question.ask_for(row.number, needed, most)
         if refused:
             model.book.refuse(row, Shortage(needed, most, model.count_tokens(row)))
+            model.book.serve_texts()  # a large text of theirs is asked for in this round
         return refused
 
     # How the arrays grow.

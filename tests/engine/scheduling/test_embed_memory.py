@@ -126,13 +126,18 @@ def test_a_text_that_never_fits_is_refused_with_the_numbers_before_it_is_read(
 
 @pytest.mark.parametrize("embed", [DECODER, ENCODER])
 def test_texts_whose_turn_comes_when_a_prompt_is_refused_wait_for_memory(embed: EmbedFacts) -> None:
-    bench = bounded(3, embed)
-    bench.submit(job(1, 20 * STEP), texts(2, LARGE, 50))
-    bench.rounds(2)
-    bench.send(Budget(3 * SLOT))
-    bench.finish()  # the runner looks at the bytes
-    assert bench.job(1).failed is not None
-    assert read(bench, 2) == [(0, 50)]
+    for more in ((50,), ()):
+        bench = bounded(3, embed)
+        bench.submit(job(1, 20 * STEP), texts(2, LARGE, *more))
+        bench.rounds(2)
+        bench.send(Budget(3 * SLOT))
+        bench.finish()  # the runner looks at the bytes
+        assert bench.job(1).failed is not None
+        assert read(bench, 2) == [(0, 50) for _ in more]
+        assert len(bench.shortages) == 2, "the second is for the large text"
+        bench.send(Budget(3 * SLOT))
+        bench.finish()
+        assert bench.job(2).failed is not None
 
 
 def test_a_larger_budget_is_an_answer() -> None:
