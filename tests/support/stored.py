@@ -101,7 +101,8 @@ class StoringEngine:
     @property
     def _at_rest(self) -> bool:
         storage = self.runner.storage
-        return self.scheduler.idle and not storage.busy and self._reported.empty()
+        busy = storage._reads or storage._writes or not self._reported.empty()
+        return self.scheduler.idle and not busy
 
     def _wait(self) -> list[Received]:
         try:

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-import msgspec
-
 from mlxsrv.engine.events import Activations, Event, Failed, Finished, Shortage, Started
 from mlxsrv.engine.faults import NOT_A_NUMBER
 from mlxsrv.engine.orders import Job
@@ -27,25 +25,6 @@ from mlxsrv.engine.scheduling.proposers import Proposer
 from mlxsrv.engine.scheduling.row import Row, RowState
 from mlxsrv.engine.scheduling.store_schedule import StoreSchedule
 from mlxsrv.engine.scheduling.text_queue import TextQueue
-from mlxsrv.generation.parameters import Steering
-
-
-class _EndedRow(msgspec.Struct, frozen=True):
-    """A row that has ended and is yet to be freed.
-
-    Attributes:
-        row: its id.
-        text: the tokens that its KV cache holds, prompt and answer; None: it is not to be cached.
-        asked: how many of these tokens are the prompt.
-        uses: see `Row.uses`.
-        steering: of the row.
-    """
-
-    row: int
-    text: Tokens | None
-    asked: int
-    uses: tuple[int, ...]
-    steering: Steering | None
 
 
 class RowBook:
@@ -99,7 +78,7 @@ class RowBook:
         self._events = events
         # For the next plan.
         self._coming: list[Job] = []
-        self._ended_rows: list[_EndedRow] = []
+        self._ended_rows: list[tuple[Row, Tokens | None]] = []  # with what is to be cached
         self._rewound: list[Row] = []
 
     @property
@@ -244,10 +223,7 @@ class RowBook:
         del self.rows[row.id]
         if unknown:
             return
-        asked, steering = row.prompt.size, row.job.steering
-        self._ended_rows.append(
-            _EndedRow(row.id, text if kept else None, asked, row.uses, steering)
-        )
+        self._ended_rows.append((row, text if kept else None))
 
     def fail(self, row: Row, reason: str, clear: str | None = None, *, kept: bool = True) -> None:
         """End a row that cannot go on; `clear` is what a client may read of the reason."""
@@ -340,7 +316,7 @@ class RowBook:
         if rows := tuple([row.id for row in self._rewound if not row.ended]):
             items.append(Rewind(model=self._model, rows=rows))
         self._rewound = []
-        freed_rows = tuple(map(self._plan_release, self._ended_rows))
+        freed_rows = tuple([self._plan_release(*ended) for ended in self._ended_rows])
         # First drop cached prompts: others that are cached now may need their memory.
         dropped = self.index.take_dropped()
         draft = self.proposer is not None and self.proposer.take_evicted()
@@ -351,12 +327,11 @@ class RowBook:
             self._ended_rows = []
         return items
 
-    def _plan_release(self, ended: _EndedRow) -> FreedRow:
-        if ended.text is None:
-            return FreedRow(ended.row)
-        asked, uses = ended.asked, ended.uses
-        keep = self.index.plan_keep(ended.text, ended.steering, asked=asked, uses=uses)
-        return FreedRow(ended.row, keep)
+    def _plan_release(self, row: Row, text: Tokens | None) -> FreedRow:
+        if text is None:
+            return FreedRow(row.id)
+        asked, steering = row.prompt.size, row.job.steering
+        return FreedRow(row.id, self.index.plan_keep(text, steering, asked=asked, uses=row.uses))
 
     def settle_admission(self, work: Admit, outcome: Outcome) -> None:
         """Send events of the jobs that are admitted, and of those that are not."""

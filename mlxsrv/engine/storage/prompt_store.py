@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from itertools import takewhile
 from typing import Any
 
@@ -74,6 +74,8 @@ class Transfer:
             change it.
 
     Attributes:
+        files: that were written.
+        full: the disk took no more.
         nodes: those that were read.
         over: the storage thread has done with it.
     """
@@ -87,19 +89,14 @@ class Transfer:
         self.arrays = arrays
         self.handed = handed
         self.until = until
+        self.files = 0
+        self.full = False
         self.nodes: list[StoredNode] = []
         self.over = False
 
     @property
     def late(self) -> bool:
         return time.monotonic() >= self.until
-
-
-class StoreCounts(msgspec.Struct):
-    """Files written. `full`: the disk took no more."""
-
-    files: int = 0
-    full: bool = False
 
 
 class PromptStore:
@@ -135,14 +132,13 @@ class PromptStore:
 
     # On the storage thread: writing.
 
-    def write(self, text: Text, transfer: Transfer) -> Generator[None, None, StoreCounts]:
+    def write(self, text: Text, transfer: Transfer) -> Iterator[None]:
         """Store a KV cache, yielding between pieces.
 
         Args:
             text: the tokens that it has seen.
             transfer: has the KV cache.
         """
-        counts = StoreCounts()
         try:
             self._folder.refresh()
             for name in split(text, cuts=self._cuts):
@@ -151,15 +147,14 @@ class PromptStore:
                 elif transfer.late or not (yield from self._write_node(name, text, transfer)):
                     break
                 else:
-                    counts.files += 1
+                    transfer.files += 1
         # Another process may have emptied the folder, or be at the same file: in containers all
         # have the same process id.
         except (FileNotFoundError, FileExistsError, NotANumber):
             _log.debug("a prompt was not stored", exc_info=True)
         except OSError as error:
-            counts.full = True
+            transfer.full = True
             self._note_full(error)
-        return counts
 
     def _write_node(
         self, name: NodeName, text: Text, transfer: Transfer
@@ -187,18 +182,16 @@ class PromptStore:
 
     # On the storage thread: reading.
 
-    def fetch(self, text: Text, transfer: Transfer) -> Generator[None, None, list[StoredNode]]:
+    def fetch(self, text: Text, transfer: Transfer) -> Iterator[None]:
         """Read the nodes that are stored of the KV cache of `text`, yielding between them."""
-        nodes: list[StoredNode] = []
         try:
             for name in self.find_nodes(text):
                 if transfer.late or (node := self._read(name, text)) is None:
                     break
-                nodes.append(node)
+                transfer.nodes.append(node)
                 yield
         except (OSError, MemoryError) as error:
             _log.debug("a stored prompt cannot be read: %s", error)
-        return nodes
 
     def _read(self, name: NodeName, text: Text) -> StoredNode | None:
         """A node, if it is sound and of `text`. The file of one that is not sound is removed."""

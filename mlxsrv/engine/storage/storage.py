@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 
 from mlxsrv.engine.orders import Fetched, Load, Written
 from mlxsrv.engine.storage.fingerprint import make_fingerprint
 from mlxsrv.engine.storage.node_file import StoredNode, Text
-from mlxsrv.engine.storage.prompt_store import HandedCache, PromptStore, StoreCounts, Transfer
+from mlxsrv.engine.storage.prompt_store import HandedCache, PromptStore, Transfer
 from mlxsrv.engine.storage.storage_thread import StorageThread
 from mlxsrv.engine.storage.store_folder import StoreFolder
 from mlxsrv.logs import log
@@ -84,16 +84,16 @@ class Storage:
 
     def _write(
         self, store: PromptStore, key: PromptKey, text: Text, transfer: Transfer
-    ) -> Generator[None, None, None]:
-        counts = StoreCounts()
+    ) -> Iterator[None]:
         try:
-            counts = yield from store.write(text, transfer)
+            yield from store.write(text, transfer)
         finally:
             # Before the report: after it the device thread drops the arrays, and must be the last
             # to.
             transfer.handed = None
             held = store.held
-            self._post(Written(*key, counts.files, counts.full, len(held.files), held.bytes))
+            there = len(held.files), held.bytes
+            self._post(Written(*key, transfer.files, transfer.full, *there))
 
     # Reading.
 
@@ -114,9 +114,9 @@ class Storage:
 
     def _fetch(
         self, store: PromptStore, key: PromptKey, text: Text, transfer: Transfer
-    ) -> Generator[None, None, None]:
+    ) -> Iterator[None]:
         try:
-            transfer.nodes = yield from store.fetch(text, transfer)
+            yield from store.fetch(text, transfer)
         finally:
             transfer.over = True
             self._post(Fetched(*key, tokens=sum(node.tokens.size for node in transfer.nodes)))
@@ -124,11 +124,6 @@ class Storage:
     def pop_fetched(self, key: PromptKey) -> list[StoredNode]:
         """Take what was read."""
         return self._fetched.pop(key, [])
-
-    @property
-    def busy(self) -> bool:
-        """Whether the storage thread has yet to report something."""
-        return bool(self._reads or self._writes)
 
     @property
     def seconds_left(self) -> float | None:

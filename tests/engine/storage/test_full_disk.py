@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 
 from mlxsrv.engine.storage.node_file import NODE, Text
-from mlxsrv.engine.storage.prompt_store import HandedCache, PromptStore, StoreCounts, Transfer
+from mlxsrv.engine.storage.prompt_store import HandedCache, PromptStore, Transfer
 from mlxsrv.engine.storage.store_folder import StoreFolder
 from tests.support.stored import full
 
 FINGERPRINT = "0" * 32
-FULL = StoreCounts(full=True)
 STOPS, GOES_ON = "prompts are not stored for now", "prompts are stored again"
 
 
@@ -29,15 +28,12 @@ class Disk:
     def __init__(self, path: Path) -> None:
         self.store = PromptStore(StoreFolder(path, 1 << 40), FINGERPRINT, cuts=True)
 
-    def write(self, seed: int) -> StoreCounts:
+    def write(self, seed: int) -> Transfer:
         handed = HandedCache({"0.0": np.ones((1, 4, NODE, 16), np.float32)}, {"0.0": 0}, None)
-        writing = self.store.write(text(seed), Transfer(handed=handed))
-        while True:
-            try:
-                next(writing)
-            except StopIteration as over:
-                counts: StoreCounts = over.value
-                return counts
+        transfer = Transfer(handed=handed)
+        for _ in self.store.write(text(seed), transfer):
+            pass
+        return transfer
 
     def finds(self, seed: int) -> bool:
         return len([*self.store.fetch(text(seed), Transfer())]) > 0
@@ -52,7 +48,8 @@ def test_a_full_disk_ends_the_writing_with_one_warning(
     disk.write(1)
     kept = sorted(disk.store.held.path.iterdir())
     with full():
-        assert disk.write(2) == disk.write(3) == FULL
+        assert disk.write(2).full
+        assert disk.write(3).full
     assert sorted(disk.store.held.path.iterdir()) == kept
     assert disk.finds(1), "what is there is of use still"
     assert [(each.levelname, each.getMessage()) for each in caplog.records] == [("WARNING", STOPS)]
