@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
-from mlxsrv.engine.events import Failed, Finished, Token
+from mlxsrv.engine.events import Embedded, Failed, Finished, Token
 from mlxsrv.engine.faults import note
 from mlxsrv.engine.orders import Job, Load
 from mlxsrv.engine.outcomes import EmbedFacts, Outcome, TextFacts, Watched
@@ -76,19 +74,9 @@ class ModelSchedule:
         return text is not None
 
     @property
-    def streaming(self) -> bool:
-        """Whether rows are being decoded."""
-        return self.rows.streaming
-
-    @property
     def idle(self) -> bool:
         """Whether a plan would be empty."""
         return self.rows.idle and not self._reset
-
-    @property
-    def growth(self) -> int:
-        """Bytes by which the KV caches of its rows grow with the next step."""
-        return self.rows.memory.growth
 
     def statistics(self) -> dict[str, int]:
         """In numbers, as `/health` lists them."""
@@ -103,18 +91,10 @@ class ModelSchedule:
             raise ValueError(_NO_TEXT)
         self.rows.submit(job)
 
-    def cancel(self, job_ids: Collection[int]) -> None:
-        """Forget these jobs; ids of other models' jobs are ignored."""
-        self.rows.cancel(job_ids)
-
-    def fail(self, reason: str) -> list[Failed]:
-        """End all jobs, since the model is unloaded."""
-        return self.rows.fail(reason)
-
     def end_all(self, reason: str) -> list[WorkItem]:
         """End all jobs, since the model is unloaded. Returns the last work items."""
         if self._reset:  # what the runner has is of no use any more
-            self._events += self.fail(reason)
+            self._events += self.rows.fail(reason)
             return []
         return self.rows.end_all(reason)
 
@@ -132,10 +112,10 @@ class ModelSchedule:
         ended = {
             event.job
             for event in self._events
-            if isinstance(event, (Failed, Finished))
+            if isinstance(event, (Embedded, Failed, Finished))
             or (isinstance(event, Token) and event.finish is not None)
         }
-        self._events += [event for event in self.fail(reason) if event.job not in ended]
+        self._events += [event for event in self.rows.fail(reason) if event.job not in ended]
         self._reset = True
         self._start()
 
@@ -174,7 +154,7 @@ class ModelSchedule:
         prompts, texts = self._choose(beside=beside)
         if prompts and (work := rows.plan_slice(beside=beside)) is not None:
             items.append(work)
-        if texts and (slice := rows.texts.plan(decoding=self.streaming, beside=beside)) is not None:
+        if texts and (slice := rows.texts.plan(decoding=rows.streaming, beside=beside)) is not None:
             items.append(slice)
         return items
 
@@ -183,7 +163,7 @@ class ModelSchedule:
         there are streams they take turns, since a slice of each may fill the streams' gap."""
         texts = self.rows.texts.pending
         both = texts and self.rows.pending
-        if not both or not (beside or self.streaming):
+        if not both or not (beside or self.rows.streaming):
             return True, texts
         self._texts_are_next = not self._texts_are_next
         return not self._texts_are_next, self._texts_are_next

@@ -151,7 +151,7 @@ class Scheduler:
                 items += model.plan_reset()
         if not any(exceeded):
             items += self._loads.plan()
-        streaming = {model.number for model in self._models.values() if model.streaming}
+        streaming = {model.number for model in self._models.values() if model.rows.streaming}
         for model in self._sort_by_growth():
             try:
                 items += model.plan(beside=bool(streaming - {model.number}))
@@ -176,7 +176,7 @@ class Scheduler:
         """The models in the order of their steps: first those whose KV caches shrink, if any do."""
         models = list(self._models.values())
         if len(models) > 1 and any(self._clients[model.client].budget.short for model in models):
-            models.sort(key=lambda model: model.growth)
+            models.sort(key=lambda model: model.rows.memory.growth)
         return models
 
     def _obey(self, number: int, order: Order) -> Sequence[WorkItem]:
@@ -284,7 +284,7 @@ class Scheduler:
                 items = model.end_all(reason)
             except Exception as error:
                 model.contain(error)
-            model.fail(reason)  # if that was an error, it has begun anew, without jobs
+            model.rows.fail(reason)  # if that was an error, it has begun anew, without jobs
             del self._models[number]
         return [*items, UnloadModel(model=number)]
 
@@ -324,7 +324,7 @@ class Scheduler:
             if client.cancelled:
                 for model in map(self._models.__getitem__, client.models.values()):
                     try:
-                        model.cancel(client.cancelled)
+                        model.rows.cancel(client.cancelled)
                     except Exception as error:
                         model.contain(error)
                 client.cancelled = set()

@@ -113,7 +113,7 @@ def break_once(
         (TextSchedule, "settle", Admit),
         (TextSchedule, "settle", Release),
         (TextSchedule, "submit", None),
-        (ModelSchedule, "cancel", None),
+        (TextSchedule, "cancel", None),
         (ModelSchedule, "statistics", None),
     ],
 )

@@ -94,7 +94,7 @@ def test_rows_under_way_at_the_end_are_kept(model_folder: ModelFolder, tmp_path:
     folder = model_folder("qwen3", plain=True)
     first = StoringEngine(folder, tmp_path)
     first.round([Received(1, Submit(make_job(1, PROMPT, 1000)))])
-    while not first.scheduler._models[1].streaming:
+    while not first.scheduler._models[1].rows.streaming:
         first.round([])
     first.end()
     assert StoringEngine(folder, tmp_path).ask(make_job(2, (*PROMPT, 5)))[1] >= READ
@@ -150,7 +150,7 @@ def test_what_a_row_that_runs_holds_is_not_fetched(
     engine = StoringEngine(model_folder("qwen3", plain=True), tmp_path)
     engine.ask(make_job(1, PROMPT))
     engine.round([Received(1, Submit(make_job(2, PROMPT, 1000)))])
-    while not engine.scheduler._models[1].streaming:
+    while not engine.scheduler._models[1].rows.streaming:
         engine.round([])
     engine.round([Received(1, Submit(make_job(3, (*PROMPT, *MORE))))])
     for _ in range(20):
