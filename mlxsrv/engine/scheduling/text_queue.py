@@ -12,7 +12,6 @@ and of each model one is read at a time. It is the long text, as soon as there i
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -66,7 +65,7 @@ class TextQueue:
 
     def __init__(self, *, slices: bool, most: int) -> None:
         self.jobs: dict[int, QueuedTexts] = {}
-        """By the ids of their rows, in the order of their turns."""
+        """By the ids of their rows. The job whose turn it is comes first."""
         self.tokens = 0
         """Tokens of all texts that wait, but for large ones."""
         self.begun: list[QueuedText] = []
@@ -75,8 +74,6 @@ class TextQueue:
         """Tokens of the long text that were taken."""
         self._most = most
         self._slices = slices
-        self._turns: deque[int] = deque()  # ids of the jobs, in turn
-        self._large: deque[int] = deque()  # ids of the jobs that have large texts, in turn
         self._waiting: list[QueuedText] = []  # of all jobs, the shortest first
         self._long_is_next = False
 
@@ -103,18 +100,16 @@ class TextQueue:
     @property
     def large(self) -> QueuedText | None:
         """The large text that is to be begun next; None if there is none, or one has begun."""
-        if not self._large or any(text.length > self._most for text in self.begun):
+        if any(text.length > self._most for text in self.begun):
             return None
-        return self.jobs[self._large[0]].large[0]
+        return next((job.large[0] for job in self.jobs.values() if job.large), None)
 
     def begin_large(self) -> None:
         """Have the large text read that is to be begun next, if there is one."""
-        if self.large is None:
-            return
-        job = self._large.popleft()
-        self._set_begun([*self.begun, self.jobs[job].large.pop(0)])
-        if self.jobs[job].large:
-            self._large.append(job)
+        if (large := self.large) is not None:
+            self.jobs[large.job].large.pop(0)
+            self._end_turn(large.job)
+            self._set_begun([*self.begun, large])
 
     def put_back(self, row: Row) -> None:
         """Have the begun texts of a row wait again: their memory is needed for others."""
@@ -126,25 +121,17 @@ class TextQueue:
                 insort(job.waiting, text)
                 insort(self._waiting, text)
                 self.tokens += text.length
-            turns = self._large if text.length > self._most else self._turns
-            if row.id not in turns:
-                turns.appendleft(row.id)
         self._set_begun([text for text in self.begun if text.job != row.id])
 
     def add(self, row: Row) -> None:
         job = QueuedTexts(row, self._most)
         self.jobs[row.id] = job
-        self._turns.append(row.id)
-        if job.large:
-            self._large.append(row.id)
         self._waiting = sorted(self._waiting + job.waiting)
         self.tokens += sum(text.length for text in job.waiting)
 
     def remove(self, row: Row) -> None:
         """Forget the texts of a row."""
         del self.jobs[row.id]
-        self._turns = deque(job for job in self._turns if job != row.id)
-        self._large = deque(job for job in self._large if job != row.id)
         self._waiting = [text for text in self._waiting if text.job != row.id]
         self._set_begun([text for text in self.begun if text.job != row.id])
         self.tokens = sum(text.length for text in self._waiting)
@@ -218,15 +205,14 @@ class TextQueue:
 
     def _find_first(self, limit: int) -> QueuedText | None:
         """The longest text of the job whose turn it is; the job goes to the end of the turns."""
-        for job in list(self._turns):
-            found = next(self._candidates(job, limit), None)
-            if not self.jobs[job].waiting:
-                self._turns.remove(job)
-            elif found is not None:
-                self._turns.remove(job)
-                self._turns.append(job)
+        for job in self.jobs:
+            if (found := next(self._candidates(job, limit), None)) is not None:
+                self._end_turn(job)
                 return found
         return None
+
+    def _end_turn(self, job: int) -> None:
+        self.jobs[job] = self.jobs.pop(job)
 
     def _candidates(self, job: int, limit: int) -> Iterator[QueuedText]:
         """A job's waiting texts, the longest first. While a long text is being read, no other

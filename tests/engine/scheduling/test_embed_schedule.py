@@ -227,7 +227,7 @@ def test_a_job_ends_with_its_last_text() -> None:
     runner.schedule.submit(order(1, 60, 50))
     runner.schedule.submit(order(2, 60))
     assert not runner.is_idle()
-    assert runner.step(decoding=True)[1] == [Progress(1), Progress(2)]
+    assert runner.step(decoding=True)[1] == [Progress(2), Progress(1)]
     _, events = runner.step(decoding=True)
     assert ended(events) == [2]
     assert events[1:] == [Progress(1)]

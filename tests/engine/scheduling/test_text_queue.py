@@ -66,9 +66,9 @@ def test_a_long_text_whose_memory_others_need_waits_again() -> None:
     queue.begin_large()
     assert (lengths(queue), long(queue)) == ([], 400)
     assert queue.read_on(500)[1:] == (0, 400)
-    assert lengths(queue) == [40]
     assert (lengths(queue), long(queue)) == ([], 300)
     assert queue.read_on(500)[1:] == (0, 300)
+    assert lengths(queue) == [40]
 
 
 def test_short_texts_do_not_starve_a_long_one() -> None:
