@@ -5,6 +5,9 @@ in mlx-lm's merged caches and in slots, side by side in one process. A join and 
 these are counted from what the arrays are: MLX writes to a buffer of its own, or in place.
 
 - A step writes one token of each row. In slots it is in place, for nothing else is under way.
+- The last table has what the classes of lengths waste: columns for each token that rows have, over
+  the lives of rows whose lengths are drawn as the simulator draws them; and how often a row moves
+  into the next class.
 - The peak is that of rows that join one by one, over what there is at the end. Growth is that of
   the server: slots and columns grow in steps.
 """
@@ -32,12 +35,13 @@ from benchmarks.report import (
     format_table,
     write_json,
 )
+from benchmarks.simulate import Traffic
 from mlxsrv.engine.cache.row_cache import RowCache
 from mlxsrv.engine.cache.row_caches import RowCaches
 from mlxsrv.engine.events import KVCost
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.outcomes import TextFacts
-from mlxsrv.engine.scheduling.groups import Groups
+from mlxsrv.engine.scheduling.groups import NEXT, STEP, Groups, round_up
 from mlxsrv.engine.scheduling.row import Row
 from mlxsrv.generation.parameters import Sampling
 
@@ -56,6 +60,10 @@ _FACTS = TextFacts(
 )
 _SHAPES = ((4, 512), (8, 1024), (16, 2048), (32, 2048))
 _PEAK = (16, 2048)
+
+
+_MIXES = ((100, 300), (400, 200), (2_000, 300), (8_000, 300), (30_000, 400))
+_CLASSES = {"a step apart": 1 << 20, "as used": 8, "4 an octave": 4, "2": 2, "1": 1}
 
 
 class Figures(msgspec.Struct, frozen=True):
@@ -210,6 +218,26 @@ def measure_peak(way: Way, rows: int, tokens: int) -> float:
     return (mx.get_peak_memory() - begin) / (mx.get_active_memory() - begin)
 
 
+def measure_waste(prompt: int, answer: int, classes: int) -> tuple[float, float]:
+    """The columns for each token of rows, and the moves of a row, if there are so many classes for
+    lengths from one power of two to the next. `prompt` and `answer` are medians."""
+    held = columns = moves = 0
+    requests = Traffic(400, 1.0, prompt, answer).draw(0)
+    for request in requests:
+        lengths = range(request.prompt, request.prompt + request.answer)
+        found = [_round_up(length + NEXT, classes) for length in lengths]
+        held, columns = held + sum(lengths), columns + sum(found)
+        moves += len({*found}) - 1
+    return columns / held, moves / len(requests)
+
+
+def _round_up(tokens: int, classes: int) -> int:
+    step = max(STEP, (1 << (tokens - 1).bit_length() - 1) // classes)
+    columns = -(-tokens // step) * step
+    assert classes != _CLASSES["as used"] or columns == round_up(tokens)
+    return columns
+
+
 def _time(work: Callable[[], None]) -> float:
     """Milliseconds."""
     begin = time.perf_counter()
@@ -256,6 +284,15 @@ def main() -> None:
     print(format_table([head, *lines]))
     told = ", ".join(f"{name} {ratio:.2f}" for name, ratio in peaks.items())
     print(f"\npeak while {_PEAK[0]} rows of {_PEAK[1]} join, over the end's: {told}")
+    wastes = [
+        [f"{prompt:,} + {answer:,}"]
+        + [
+            f"{waste:.2f}, {moves:.1f} moves"
+            for waste, moves in (measure_waste(prompt, answer, n) for n in _CLASSES.values())
+        ]
+        for prompt, answer in _MIXES
+    ]
+    print("\ncolumns for each token\n" + format_table([["prompt + answer", *_CLASSES], *wastes]))
     if arguments.json:
         write_json(arguments.json, {"figures": figures, "peaks": peaks})
 

@@ -40,7 +40,6 @@ class FakeDecoder:
         changed: rows have come or gone since the last step.
         lost: a release of this round has failed, so that its rows are lost.
         looked: rows and positions that the last step has looked at.
-        peak: bytes that arrays have taken at most since they were last looked at.
     """
 
     def __init__(self, facts: TextFacts) -> None:
@@ -49,7 +48,6 @@ class FakeDecoder:
         self.changed = False
         self.lost = False
         self.looked: list[tuple[int, int]] = []
-        self.peak = 0
         self._facts = facts
 
     @property
@@ -111,42 +109,23 @@ class FakeDecoder:
     # Arranging.
 
     def arrange(self, groups: Sequence[RowGroup]) -> None:
-        """Have the rows that are decoded be these."""
-        wanted = {row_id for group in groups for row_id in group.rows}
+        """Have the rows that are decoded be these. Arrays change layer by layer, so that takes no
+        more than there was before, or is then."""
+        rows = {row.id: row for row in self.all_rows}
+        wanted = [row_id for group in groups for row_id in group.rows]
+        require(len({*wanted}) == len(wanted), "a row twice:", wanted)
+        left = [row.id for row in self.rows if row.id not in wanted]
+        require(not left, "rows are left out:", left)
+        require(rows.keys() >= {*wanted}, "rows", wanted, "of", [*rows])
         for each in groups:
             require(len(each.rows) <= each.slots, len(each.rows), "rows in", each.slots, "slots")
-        coming = [group for group in self.ready if not wanted.isdisjoint(group.ids)]
-        left = [*self.groups, *coming]
-        self._note_peak(groups, left)
-        self.groups = [_merge(group, left) for group in groups]
-        require(not left, "rows are left out:", [group.ids for group in left])
-        self.ready = [group for group in self.ready if group not in coming]
-
-    def _note_peak(self, groups: Sequence[RowGroup], left: Sequence[FakeGroup]) -> None:
-        """Note what is taken while the groups that are `left` become these: the first of those
-        whose rows come together grow or shrink, the others go when their rows are copied. The KV
-        caches of rows that were read go layer by layer, as they are copied."""
-        taken = self._measure_groups([group for group in self._all() if group not in left])
-        for group in groups:
-            parts = [
-                part for part in left if part.room is not None and part.rows[0].id in group.rows
-            ]
-            taken += self._measure_room(group) + self._measure_groups(parts[1:])
-        self.peak = max(self.peak, taken)
+        self.groups = [FakeGroup([rows[row_id] for row_id in each.rows], each) for each in groups]
+        self.ready = _without(self.ready, {*wanted})
 
 
 def _without(groups: Iterable[FakeGroup], gone: set[int]) -> list[FakeGroup]:
     left = [FakeGroup([row for row in g.rows if row.id not in gone], g.room) for g in groups]
     return [group for group in left if group.rows]
-
-
-def _merge(wanted: RowGroup, left: list[FakeGroup]) -> FakeGroup:
-    """The groups that have these rows, as one in this order; they are taken out of `left`."""
-    parts = [part for part in left if part.rows[0].id in wanted.rows]
-    left[:] = [part for part in left if part not in parts]
-    rows = {row.id: row for part in parts for row in part.rows}
-    require({*rows} == {*wanted.rows}, "the rows", [*wanted.rows], "are not whole groups")
-    return FakeGroup([rows[row_id] for row_id in wanted.rows], wanted)
 
 
 class IllegalWork(AssertionError):

@@ -280,7 +280,7 @@ class FakeRunner:
 
     def _check_budget(self, work: WorkItem) -> None:
         texts = [model.text for model in self._models.values() if model.text is not None]
-        taken = sum(text.take_peak() for text in texts)
+        taken = sum(text.bytes for text in texts)
         taken += sum(model.texts.take_peak() for model in self._models.values())
         self.most = max(self.most, taken)
         if self.budget is not None:

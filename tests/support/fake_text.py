@@ -112,11 +112,6 @@ class FakeText:
         texts = {id(text): text for text in self._texts.values()}
         return sum(self._decoder.measure(text.done) for text in texts.values())
 
-    def take_peak(self) -> int:
-        """Bytes that were taken while the last work was done."""
-        peak, self._decoder.peak = self._decoder.peak, 0
-        return max(self.bytes, peak + self._reading_bytes + self.spare_bytes)
-
     def end_round(self) -> None:
         """Check what must hold between rounds."""
         old = [entry.bytes for entry in self._kept.values() if entry.round < self._round]

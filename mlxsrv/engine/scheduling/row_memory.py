@@ -1,27 +1,27 @@
-"""The memory of one model's rows: the bytes that their KV caches take, and would take.
+"""The memory of one model's rows: the bytes that they need, by the facts of the model.
 
-It counts by the facts of the model, before anything is taken:
+They follow from lengths alone:
 
-- the arrays of the groups that are decoded, as large as the next steps need them;
-- of each text that is being read, from its first slice on, the KV cache that it has at its end, or
-  the slots that its rows take in a group, whichever is larger;
-- of a text to embed that is large, or is read in several slices, what it takes at its end;
-- what can be dropped at any time: cached prompts, also those that the runner is about to cache, and
-  what the proposer has read.
+- a row that is decoded needs those of its class (see `groups`);
+- a text that is being read, from its first slice on, needs those of its own KV cache, as it is at
+  its end, or those that its rows need then, whichever is more;
+- a text to embed that is large, or is read in several slices, needs what it takes at its end;
+- a prompt that is about to be cached needs those of its KV cache.
 
-Arrays grow, and rows are copied into them, one array of one layer at a time. So at most one array
-is in memory twice. It is not counted here, but as memory that a step needs for itself.
+All that memory holds beyond these can be given up at any time: cached prompts, what the proposer
+has read, and what arrays have too much.
+
+Arrays change layer by layer. So one layer of the rows at most is in memory twice. It is not counted
+here, but as memory that a step needs for itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
-
 from mlxsrv.engine.events import kv_bytes
 from mlxsrv.engine.outcomes import EmbedFacts, TextFacts
-from mlxsrv.engine.scheduling.groups import GROWTH, GroupArrays, Growth
+from mlxsrv.engine.scheduling.groups import GROWTH, NEXT
 from mlxsrv.engine.scheduling.prompt_queue import same_prompt
 from mlxsrv.engine.scheduling.reading import Reading
 from mlxsrv.engine.scheduling.row import Row
@@ -29,44 +29,6 @@ from mlxsrv.engine.scheduling.row_book import RowBook
 
 _POOLING = 7
 """Copies of a text's hidden states, at most, with which its vector is made: some are of 32 bits."""
-
-
-class Forecast(msgspec.Struct, frozen=True):
-    """The bytes that the KV caches of one model will take, if certain texts are read.
-
-    How far rows and arrays grow is an argument of `bytes_after`, so one forecast answers several
-    questions.
-
-    Attributes:
-        now: bytes of all arrays before the next steps change them.
-        arrays: the arrays of the groups, before any row joins.
-        joined: the same once the rows of the texts have joined.
-        beside: bytes of the texts' own KV caches, and of prompts that are about to be cached.
-        least: bytes of the smallest of these texts; 0: none has rows that join.
-        granted: waiting rows that are given memory in this forecast.
-    """
-
-    now: int
-    arrays: GroupArrays
-    joined: GroupArrays
-    beside: int = 0
-    least: int = 0
-    granted: tuple[Row, ...] = ()
-
-    def bytes_after(self, growth: Growth, *, settled: bool = False) -> int:
-        """The most bytes that are taken at any moment until rows have grown.
-
-        Args:
-            growth: of each row.
-            settled: count the state after the next steps only, without what they free.
-        """
-        taken = self.arrays.bytes_after(growth)
-        if self.joined is not self.arrays:
-            # When a text has been read, its rows are copied into the groups' arrays and its own KV
-            # cache, counted in `beside`, goes. Which text is first is not known: the smallest
-            # frees the least.
-            taken = max(taken, self.joined.bytes_after(growth) - self.least)
-        return (taken if settled else max(self.now, taken)) + self.beside
 
 
 class RowMemory:
@@ -80,13 +42,11 @@ class RowMemory:
 
     Attributes:
         preemptions: how often a row has lost its KV cache for want of memory.
-        proposals_fit: there is room for tokens that are proposed to rows.
         book, index, queue, groups: as above, and the book's own.
     """
 
     def __init__(self, facts: TextFacts, embed: EmbedFacts, slice: int, book: RowBook) -> None:
         self.preemptions = 0
-        self.proposals_fit = True
         self.book = book
         self.index = book.index
         self.queue = book.queue
@@ -116,7 +76,7 @@ class RowMemory:
             found.append(head)
         return found
 
-    def grant(self, rows: Sequence[Row], *, ample: bool = False) -> None:
+    def grant(self, rows: Sequence[Row], *, ample: bool) -> None:
         """Allow the texts of these candidates to be read, and no others. `ample`: any prompt that
         comes may be read as well."""
         self.queue.granted = None if ample else sum([row.waits for row in rows])
@@ -137,13 +97,72 @@ class RowMemory:
         """Note that all rows that were read are in the arrays of a group."""
         self._joining.clear()
 
-    # Bytes.
+    # What rows need.
 
-    @property
-    def reading_bytes(self) -> int:
-        """Bytes of the KV caches of texts that are being read, as they are at their ends, and of
-        rows that are not decoded yet."""
-        return sum(map(self._measure, self.queue.begun)) + self._joining_bytes + self._embedded
+    def count_bytes(self, tokens: int = NEXT) -> int:
+        """The bytes that rows need, with room for so many tokens more of each."""
+        begun = self.queue.begun
+        texts = [self._count_text(each.rows, self._measure(each), tokens) for each in begun]
+        decoded = self.groups.count_bytes(self.groups.rows, tokens)
+        return decoded + sum(texts) + self._embedded + self._promised
+
+    def count_candidate(self, row: Row, tokens: int, granted: Sequence[Row] = ()) -> int:
+        """The same of a candidate, if its text is read as well as those of the `granted` ones."""
+        if row.embeds:
+            return self._measure_large(row)
+        own = self._measure_text(row, self.queue.source_bytes(row))
+        twins = [each for each in granted if same_prompt(row, each)]  # one text does for all
+        before = self._count_text(twins, own, tokens) if twins else 0
+        return self._count_text([*twins, row], own, tokens) - before
+
+    def count_alone(self, row: Row, tokens: int) -> int:
+        """The same of a row if no other is there, and nothing is cached."""
+        if row.embeds:
+            return self._measure_large(row)
+        return self._count_text([row], self.measure(row.length), tokens)
+
+    def _count_text(self, rows: Sequence[Row], own: int, tokens: int) -> int:
+        """The bytes that a text needs, and its rows behind it.
+
+        Args:
+            rows: of the text.
+            own: bytes of the text's own KV cache.
+            tokens: as above.
+        """
+        joining = [row for row in rows if row.job.max_tokens > 0]
+        return max(own, self.groups.count_bytes(joining, tokens))
+
+    def count_tokens(self, row: Row) -> int:
+        """Tokens of the text that a row waits with: of texts to embed, of the large one."""
+        large = self._texts.large if row.embeds else None
+        return row.length if large is None else large.length
+
+    def measure(self, tokens: int) -> int:
+        """Bytes of the KV cache of one text with so many tokens, at most."""
+        return kv_bytes(self._facts.kv_costs, tokens + GROWTH, self._slice + GROWTH)
+
+    def measure_embedded(self, tokens: int) -> int:
+        """Bytes of a text to embed of so many tokens that is read in several slices, or is large. A
+        pass over as many tokens as a slice of a prompt may have needs no more than that slice, so
+        it is not counted; what it needs beyond these tokens is."""
+        if not self._embed.slices:
+            return self._embed.pass_bytes(tokens, tokens)
+        hidden = self._embed.hidden_bytes * tokens
+        cache = kv_bytes(self._embed.kv_costs, tokens + GROWTH, self._slice + GROWTH)
+        return hidden + max(cache, _POOLING * hidden)
+
+    def _measure_large(self, row: Row) -> int:
+        """Bytes of the large text of the row that is embedded next."""
+        large = self._texts.large
+        return 0 if large is None or row.queued else self.measure_embedded(large.length)
+
+    def _measure(self, reading: Reading) -> int:
+        return self._measure_text(reading.rows[0], reading.source_bytes)
+
+    def _measure_text(self, row: Row, source_bytes: int) -> int:
+        """Bytes of the KV cache of a row's text when it is read. One that was cut back is as large
+        as it was before."""
+        return max(self.measure(row.length), source_bytes)
 
     @property
     def _embedded(self) -> int:
@@ -151,15 +170,37 @@ class RowMemory:
         return sum([self.measure_embedded(text.length) for text in self._texts.begun])
 
     @property
-    def _joining_bytes(self) -> int:
+    def _promised(self) -> int:
+        """Bytes of prompts that are about to be cached."""
+        return sum(map(self.measure, self.index.promised))
+
+    # What there is.
+
+    @property
+    def reading_bytes(self) -> int:
+        """Bytes of the KV caches of texts that are being read, as they are at their ends, and of
+        rows that are not decoded yet."""
         fresh = [each for each in self._joining if any(row.fresh for row in each.rows)]
-        return sum([self._measure(each) for each in fresh])
+        return sum(map(self._measure, [*self.queue.begun, *fresh])) + self._embedded
 
     @property
     def spare_bytes(self) -> int:
         """Bytes that can be freed at once: of cached prompts, and of what the proposer has read."""
         proposer = self.book.proposer
         return self.index.bytes + (0 if proposer is None else proposer.cache_bytes)
+
+    @property
+    def held(self) -> int:
+        """Bytes that all KV caches take before the next steps, at most."""
+        return self.groups.bytes + self.reading_bytes + self._promised + self.spare_bytes
+
+    def counters(self) -> dict[str, int]:
+        """In numbers, as `/health` lists them."""
+        return {
+            "row_bytes": self.groups.bytes,
+            "reading_bytes": self.reading_bytes,
+            "preemptions": self.preemptions,
+        }
 
     def give_way(self, bytes: int) -> int:
         """Drop cached prompts until so many bytes are free, and then what the proposer has read,
@@ -179,120 +220,3 @@ class RowMemory:
         """Bytes that the proposer takes more in this round, if it follows the only row."""
         rows, proposer = self.groups.rows, self.book.proposer
         return proposer.growth(rows[0]) if proposer is not None and len(rows) == 1 else 0
-
-    def forecast(self) -> Forecast:
-        """Forecast the bytes of rows, and of prompts that the runner is about to cache."""
-        arrays = self.groups.arrays
-        found = Forecast(
-            now=self.groups.bytes + self._joining_bytes,
-            arrays=arrays,
-            joined=arrays,
-            beside=sum(map(self.measure, self.index.promised)) + self._embedded,
-        )
-        for reading in self.queue.begun:
-            found = self._foresee_texts(found, reading.rows, [self._measure(reading)])
-        return found
-
-    def foresee_granted(self, found: Forecast, rows: Sequence[Row]) -> Forecast:
-        """Return the forecast if the texts of these waiting rows are read as well."""
-        granted, own = [*found.granted], list[int]()
-        for row in rows:
-            if row.embeds and row.queued:
-                continue  # it needs no memory to begin
-            if row.embeds:
-                beside = found.beside + self._measure_large(row)
-                found = msgspec.structs.replace(found, beside=beside)
-            elif not any(same_prompt(row, each) for each in granted):
-                own.append(self._measure_text(row, self.queue.source_bytes(row)))
-            granted.append(row)
-        return self._foresee_texts(found, rows, own, tuple(granted))
-
-    def _foresee_texts(
-        self,
-        found: Forecast,
-        rows: Sequence[Row],
-        own: Sequence[int],
-        granted: tuple[Row, ...] = (),
-    ) -> Forecast:
-        """Return the forecast if these rows' texts are read as well.
-
-        Args:
-            found: the forecast without them.
-            rows: of the texts.
-            own: bytes of each text's KV cache; rows may share a text.
-            granted: see `Forecast`.
-        """
-        joining = [row for row in rows if row.job.max_tokens > 0 and self._facts.batched]
-        return Forecast(
-            found.now,
-            found.arrays,
-            joined=found.joined.join(joining) if joining else found.joined,
-            beside=found.beside + sum(own),
-            least=min([found.least or max(own), *own]) if joining and own else found.least,
-            granted=granted,
-        )
-
-    def count_alone(self, row: Row, growth: Growth) -> int:
-        """Bytes that a row takes if no other is there: to be read, and then decoded until it has
-        grown."""
-        if row.embeds:
-            return self._measure_large(row)
-        own = self.measure(row.length)
-        if row.job.max_tokens == 0 or not self._facts.batched:
-            return own
-        return max(own, GroupArrays(self.groups, [], 0, True).join([row]).bytes_after(growth))
-
-    def count_tokens(self, row: Row) -> int:
-        """Tokens of the text that a row waits with: of texts to embed, of the large one."""
-        large = self._texts.large if row.embeds else None
-        return row.length if large is None else large.length
-
-    def measure(self, tokens: int) -> int:
-        """Bytes of the KV cache of one row with so many tokens, at most."""
-        return kv_bytes(self._facts.kv_costs, tokens + GROWTH, self._slice + GROWTH)
-
-    def measure_embedded(self, tokens: int) -> int:
-        """Bytes of a text to embed of so many tokens that is read in several slices, or is large. A
-        pass over as many tokens as a slice of a prompt may have needs no more than that slice, so
-        it is not counted; what it needs beyond these tokens is."""
-        if not self._embed.slices:
-            return self._embed.pass_bytes(tokens, tokens)
-        hidden = self._embed.hidden_bytes * tokens
-        cache = kv_bytes(self._embed.kv_costs, tokens + GROWTH, self._slice + GROWTH)
-        return hidden + max(cache, _POOLING * hidden)
-
-    def _measure_large(self, row: Row) -> int:
-        """Bytes of the large text of the row that is embedded next."""
-        large = self._texts.large
-        return 0 if large is None or row.queued else self.measure_embedded(large.length)
-
-    def counters(self) -> dict[str, int]:
-        """In numbers, as `/health` lists them."""
-        return {
-            "row_bytes": self.groups.bytes,
-            "reading_bytes": self.reading_bytes,
-            "preemptions": self.preemptions,
-        }
-
-    @property
-    def held(self) -> int:
-        """Bytes that all KV caches take before the next steps, at most."""
-        found = self.forecast()
-        return found.now + found.beside + self.spare_bytes
-
-    @property
-    def growth(self) -> int:
-        """Bytes by which the arrays of the groups grow with the next step."""
-        return self.groups.arrays.bytes_after(Growth(1, self.groups.fit)) - self.groups.bytes
-
-    def limit_padding(self, bytes: int) -> None:
-        """Keep groups apart for which so many bytes would be padding."""
-        self.groups.padding = min(self._facts.padding, bytes)
-
-    def _measure(self, reading: Reading) -> int:
-        return self._measure_text(reading.rows[0], reading.source_bytes)
-
-    def _measure_text(self, row: Row, source_bytes: int) -> int:
-        """Bytes of the KV cache of a row's text when it is read. One that was cut back is as large
-        as it was before."""
-        return max(self.measure(row.length), source_bytes)

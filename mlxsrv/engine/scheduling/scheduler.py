@@ -141,7 +141,8 @@ class Scheduler:
         if orders:
             self._cancel()
         quiet = self._quiet and not orders
-        exceeded = [self._arrange(client, quiet=quiet) for client in self._clients.values()]
+        for client in self._clients.values():
+            self._decide_memory(client, quiet=quiet)
         # What goes, goes first, so that there is room for what others of the plan take.
         for model in self._models.values():
             try:
@@ -149,7 +150,7 @@ class Scheduler:
             except Exception as error:
                 model.contain(error)
                 items += model.plan_reset()
-        if not any(exceeded):
+        if not any(client.budget.exceeded for client in self._clients.values()):
             items += self._loads.plan()
         streaming = {model.number for model in self._models.values() if model.rows.streaming}
         for model in self._sort_by_growth():
@@ -161,22 +162,20 @@ class Scheduler:
         self._quiet = all(isinstance(work, Decode) and work.plain for work in items)
         return RoundPlan(tuple(items))
 
-    def _arrange(self, client: _Client, *, quiet: bool) -> bool:
-        """Keep the KV caches of a client's models within its budget. Returns whether they take more
-        until the steps of this plan are done."""
+    def _decide_memory(self, client: _Client, *, quiet: bool) -> None:
+        """Keep the KV caches of a client's models within its budget."""
         try:
             client.budget.begin_round(quiet=quiet)
         except Exception as error:  # nobody knows for which model
             fault = note(error, "deciding about memory failed: all jobs of the client end")
             for number in client.models.values():
                 self._models[number].begin_anew(fault.reason)
-        return client.budget.exceeded
 
     def _sort_by_growth(self) -> list[ModelSchedule]:
         """The models in the order of their steps: first those whose KV caches shrink, if any do."""
         models = list(self._models.values())
-        if len(models) > 1 and any(self._clients[model.client].budget.short for model in models):
-            models.sort(key=lambda model: model.rows.memory.growth)
+        if len(models) > 1:
+            models.sort(key=lambda model: model.rows.memory.groups.growth)
         return models
 
     def _obey(self, number: int, order: Order) -> Sequence[WorkItem]:

@@ -35,7 +35,6 @@ from mlxsrv.engine.plans import (
     ReadDraft,
     Release,
     WorkItem,
-    count_fed,
 )
 from mlxsrv.engine.scheduling.embed_schedule import EmbedSchedule
 from mlxsrv.engine.scheduling.groups import Groups
@@ -43,7 +42,7 @@ from mlxsrv.engine.scheduling.memory_budget import MemoryBudget
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.scheduling.prompt_index import PromptIndex
 from mlxsrv.engine.scheduling.prompt_queue import PromptQueue
-from mlxsrv.engine.scheduling.proposers import make_proposer
+from mlxsrv.engine.scheduling.proposers import MOST, make_proposer
 from mlxsrv.engine.scheduling.reading import Reading
 from mlxsrv.engine.scheduling.recovery import blame, find_guilty, suspect_row
 from mlxsrv.engine.scheduling.row import Incident, Row, RowState
@@ -92,12 +91,13 @@ class TextSchedule:
         self._pace = pace
         self._max_rows = max_rows if facts.batched else 1
         self._index = PromptIndex(facts.prompt_cache_bytes, cuts=facts.cuts)
-        self._groups = Groups(facts, self._max_rows)
+        proposer = make_proposer(facts)
+        proposed = 0 if proposer is None else MOST
+        self._groups = Groups(facts, self._max_rows, proposed)
         self._queue = PromptQueue(facts, self._index, self._groups)
         embed = EmbedFacts(slices=True) if embed is None else embed
         texts = TextQueue(slices=embed.slices, most=pace.most)
         self._spans = SpanMaker(facts, pace, self._queue, self._index)
-        proposer = make_proposer(facts)
         self._speculation = None if proposer is None else Speculation(proposer)
         self.budget = MemoryBudget() if budget is None else budget
         self._events = self.budget.events
@@ -202,9 +202,10 @@ class TextSchedule:
         """One step of all rows, and one of a suspect."""
         items: list[WorkItem] = []
         if self._groups.count:
-            proposals = self._propose()
-            if (groups := self._groups.take_changed(count_fed(proposals))) is not None:
+            if (groups := self._groups.take_changed()) is not None:
                 self._stepped = None
+            # Proposals are in the order that the rows have in this step.
+            proposals = self._propose()
             items.append(Decode(model=self._model, groups=groups, proposals=proposals))
         if (tried := self._queue.tried) is not None:
             items.append(Decode(model=self._model, suspect=tried.rows[0].id))
@@ -232,7 +233,6 @@ class TextSchedule:
         """Find what is proposed to the rows in the next step."""
         if self._speculation is None:
             return ()
-        self._groups.close_up()  # proposals are in the order of the rows
         return self._speculation.propose(self._find_proposable())
 
     def _find_proposable(self) -> Sequence[Row]:
@@ -240,7 +240,7 @@ class TextSchedule:
         to end, and no activations are watched; else none."""
         together = self._facts.shares or len(self._groups) == 1
         waited = self._max_rows > 1 and self.pending
-        free = together and self.memory.proposals_fit and not (waited or self._queue.watched)
+        free = together and not (waited or self._queue.watched)
         return self._groups.rows if free else ()
 
     def _plan_draft(self) -> WorkItem | None:

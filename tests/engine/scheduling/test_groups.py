@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxsrv.engine.events import KVCost
+from mlxsrv.engine.events import KVCost, kv_bytes
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.outcomes import TextFacts
-from mlxsrv.engine.scheduling.groups import STEP, Groups, Growth
+from mlxsrv.engine.scheduling.groups import NEXT, STEP, Groups, round_up
 from mlxsrv.engine.scheduling.row import Row
 from mlxsrv.generation.parameters import Sampling
 
@@ -31,13 +33,23 @@ def facts(padding: int = 1 << 40) -> TextFacts:
 
 def make(number: int, length: int) -> Row:
     prompt = np.arange(length, dtype=np.uint32)
-    return Row(Job(number, "m", (1,), 99, frozenset(), Sampling()), prompt)
+    return Row(Job(number, "m", (1,), 1000, frozenset(), Sampling()), prompt)
 
 
-def shapes(groups: Groups, tokens: int = 1) -> list[tuple[tuple[int, ...], int, int]]:
-    changed = groups.take_changed(tokens)
+def shapes(groups: Groups) -> list[tuple[tuple[int, ...], int, int]]:
+    changed = groups.take_changed()
     assert changed is not None
     return [(group.rows, group.slots, group.columns) for group in changed]
+
+
+def test_classes_are_a_step_apart_and_then_an_eighth_at_most() -> None:
+    classes = sorted({round_up(tokens) for tokens in range(1, 40_000)})
+    assert classes[:3] == [STEP, 2 * STEP, 3 * STEP]
+    for one, other in pairwise(classes):
+        assert other - one <= max(STEP, one / 8)
+    for tokens in range(1, 40_000):
+        assert tokens <= round_up(tokens)
+        assert round_up(round_up(tokens)) == round_up(tokens)
 
 
 def test_the_last_row_takes_the_slot_of_one_that_leaves() -> None:
@@ -70,12 +82,12 @@ def test_a_row_that_comes_takes_the_slot_of_one_that_leaves() -> None:
 def test_groups_are_apart_if_padding_all_shorter_rows_takes_much(
     short: int, long: int, count: int
 ) -> None:
-    """Padding a row of 300 tokens to 600 takes 3,000 bytes."""
+    """Padding a row of 512 columns to 768 takes 2,560 bytes."""
     for first, second in (((300, short), (600, long)), ((600, long), (300, short))):
         groups = Groups(facts(padding=5000), 32)
         for length, number in (first, second):
             groups.join([make(length + each, length) for each in range(number)])
-        assert len(groups) == count
+        assert len(shapes(groups)) == count
 
 
 @pytest.mark.parametrize(
@@ -88,22 +100,28 @@ def test_slots_grow_in_steps(rows: int, most: int, slots: int) -> None:
     assert found == slots
 
 
-def test_columns_grow_by_an_eighth_before_they_are_written() -> None:
-    groups = Groups(facts(), 4)
-    row = make(0, 4000)
-    groups.join([row])
-    [(_, _, columns)] = shapes(groups)
-    assert columns == 4096
-    while len(row.drawn) < 95:
-        row.draw(1)
+def test_columns_grow_before_they_are_written() -> None:
+    for proposed in (0, 8):
+        groups = Groups(facts(), 4, proposed)
+        row = make(0, 4000)
+        groups.join([row])
+        assert shapes(groups) == [((0,), 1, 4096)]
+        while row.length + NEXT + proposed <= 4096:
+            assert groups.take_changed() is None
+            row.draw(1)
+        assert shapes(groups) == [((0,), 1, 4608)]
         assert groups.take_changed() is None
-    assert groups.take_changed(2) is not None  # for a step of two tokens
-    row.draw(1)
-    assert groups.take_changed() is None
-    for _ in range(600):
-        row.draw(1)
-    [(_, _, columns)] = shapes(groups)
-    assert columns == 5376
+
+
+def test_a_row_that_outgrows_its_class_moves_alone() -> None:
+    groups = Groups(facts(padding=0), 4)
+    rows = [make(0, 250), make(1, 5)]
+    groups.join(rows)
+    assert shapes(groups) == [((0, 1), 2, STEP)]
+    for _ in range(5):
+        rows[0].draw(1)
+        rows[1].draw(1)
+    assert shapes(groups) == [((0,), 1, 2 * STEP), ((1,), 1, STEP)]
 
 
 def test_arrays_shrink_when_rows_change_and_half_is_unused() -> None:
@@ -128,58 +146,58 @@ def test_bytes_are_those_of_all_slots_and_columns() -> None:
     assert groups.bytes == 4 * (256 * 10 + 300 + 7) + 1 * (1024 * 10 + 300 + 7)
 
 
-def test_arrays_count_until_their_rows_have_gone_over_to_those_of_a_row_that_joins() -> None:
-    """Two groups are apart until a row comes whose length is between theirs."""
-    groups = Groups(facts(padding=5000), 32)
-    groups.join([make(0, 300), make(1, 300)])
-    groups.join([make(2, 600)])
-    assert len(shapes(groups)) == 2
-    middle, before = make(3, 450), groups.bytes
-    foreseen = groups.arrays.join([middle]).bytes_after(Growth(1))
-    groups.join([middle])
-    assert groups.bytes == before, "nothing has gone over yet"
-    [(rows, slots, columns)] = shapes(groups)
-    assert sorted(rows) == [0, 1, 2, 3]
-    absorbed = groups.measure(1, 768)
-    assert foreseen == groups.measure(slots, columns) + absorbed
-    assert groups.bytes == foreseen - absorbed
+def test_without_slack_arrays_are_what_their_rows_need() -> None:
+    groups = Groups(facts(), 32)
+    rows = [make(number, 100 * number + 5) for number in range(6)]
+    groups.join(rows)
+    shapes(groups)
+    assert groups.bytes > groups.count_bytes(groups.rows)
+    assert groups.arrange(0) == 0
+    assert [ids for ids, _, _ in shapes(groups)] == [(3, 4, 5), (0, 1, 2)]
+    assert groups.bytes == groups.count_bytes(groups.rows)
+    groups.arrange(0)
+    assert groups.take_changed() is None
 
 
-LENGTHS = st.integers(1, 2000)
+LENGTHS = st.integers(1, 5000)
 
 
 @settings(max_examples=80, deadline=None)
 @given(
-    st.lists(st.tuples(st.booleans(), LENGTHS), max_size=24),
-    st.lists(LENGTHS, max_size=4),
+    st.lists(st.tuples(st.sampled_from(["join", "leave", "draw"]), LENGTHS), max_size=40),
     st.integers(-1, 40_000),
-    st.integers(1, 20),
+    st.integers(0, 8),
 )
-def test_bytes_are_known_before_they_are_taken(
-    before: list[tuple[bool, int]], joining: list[int], padding: int, tokens: int
+def test_bytes_follow_from_lengths(
+    script: list[tuple[str, int]], padding: int, proposed: int
 ) -> None:
-    groups = Groups(facts(padding), 12)
-    for number, (leaves, length) in enumerate(before):
-        if leaves and groups.rows:
-            groups.remove(groups.rows[length % len(groups.rows)])
+    """Rows need what their lengths of now need. Arrays take no more beyond that than the slack, and
+    it is known before it is taken."""
+    groups = Groups(facts(padding), 12, proposed)
+    rows: list[Row] = []
+    for number, (action, value) in enumerate(script):
+        if action == "join" and len(rows) < 12:
+            rows.append(make(number, value))
+            groups.join(rows[-1:])
+        elif action == "leave" and rows:
+            groups.remove(rows.pop(value % len(rows)))
         else:
-            groups.join([make(number, length)])
-        assert groups.count == len(groups.rows)
-        if length % 2:
-            groups.take_changed()
-    foreseen = groups.arrays.join([make(100 + each, each) for each in joining]).bytes_after(
-        Growth(tokens, beyond_limits=True)
-    )
-    for number, length in enumerate(joining):
-        groups.join([make(100 + number, length)])
-    absorbed = groups._absorbed  # arrays that go when their rows have gone over to others
-    taken = groups.take_changed(tokens)
-    assert groups.bytes + absorbed == foreseen
-    if taken is not None:
-        assert sorted(id for group in taken for id in group.rows) == sorted(
-            row.id for row in groups.rows
-        )
-    lengths = {row.id: row.length for row in groups.rows}
-    for group in taken or ():
-        assert len(group.rows) <= group.slots
-        assert max(lengths[row] for row in group.rows) + tokens <= group.columns
+            for row in rows:
+                row.draw(1)
+        assert groups.count == len(groups.rows) == len(rows)
+        needed = sum(kv_bytes(COSTS, round_up(row.length + NEXT + proposed)) for row in rows)
+        assert groups.count_bytes(groups.rows) == needed
+        if not rows:
+            continue
+        slack = 40 * value if value % 3 else 0
+        more = groups.arrange(slack)
+        assert 0 <= more <= slack
+        before = groups.bytes + groups.growth
+        taken = groups.take_changed()
+        assert groups.bytes == before == needed + more
+        lengths = {row.id: row.length for row in rows}
+        if taken is not None:
+            assert sorted(id for group in taken for id in group.rows) == sorted(lengths)
+        for group in taken or ():
+            assert len(group.rows) <= group.slots <= 12
+            assert max(lengths[row] for row in group.rows) + 1 + proposed <= group.columns

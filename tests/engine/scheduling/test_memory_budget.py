@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import count, pairwise
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,7 +15,7 @@ from mlxsrv.engine.orders import Budget, Job, MakeReport
 from mlxsrv.engine.plans import Decode, Forget, LoadSlice, Read, Rewind, WorkItem
 from mlxsrv.engine.scheduling.groups import STEP
 from mlxsrv.engine.scheduling.row import Row
-from mlxsrv.engine.scheduling.row_memory import Forecast, RowMemory
+from mlxsrv.engine.scheduling.row_memory import RowMemory
 from tests.support.fake_device import FACTS, FakeDevice, Pass
 from tests.support.scheduling import (
     ORDER,
@@ -257,7 +258,7 @@ def test_a_row_that_is_read_no_more_ends_with_what_it_has_said() -> None:
 
 def test_memory_is_asked_for_before_a_row_goes() -> None:
     bench = bounded(4.1)
-    bench.submit(job(1, 100, 400), job(2, 100, 400))
+    bench.submit(job(1, 100, 600), job(2, 100, 600))
     while not bench.shortages:
         bench.round()
     assert not bench.items(Rewind)
@@ -334,7 +335,7 @@ def test_arrays_grow_by_less_where_memory_is_short() -> None:
         return max(room.slots for room in rooms)
 
     assert slots(40) == 8
-    assert slots(7.5) == 5
+    assert slots(6.5) == 5
 
 
 def test_the_statistics_have_preemptions_and_bytes() -> None:
@@ -400,15 +401,15 @@ def test_prompts_that_wait_for_a_place_are_not_counted(
     monkeypatch: pytest.MonkeyPatch, slots: int
 ) -> None:
     bench = bounded(slots, max_rows=16)
-    counted: list[int] = []
-    real = RowMemory.foresee_granted
+    counted: list[Row] = []
+    real = RowMemory.count_candidate
 
-    def note(memory: RowMemory, found: Forecast, rows: Sequence[Row]) -> Forecast:
-        counted.append(len(rows))
-        return real(memory, found, rows)
+    def note(memory: RowMemory, row: Row, *more: Any) -> int:
+        counted.append(row)
+        return real(memory, row, *more)
 
-    monkeypatch.setattr(RowMemory, "foresee_granted", note)
+    monkeypatch.setattr(RowMemory, "count_candidate", note)
     bench.submit(*(job(number, 100 + number % 7, 40) for number in range(1, 200)))
     bench.rounds(5)
     assert counted, "those that have a place are counted"
-    assert sum(counted) <= 5 * 2 * 16
+    assert len(counted) <= 5 * 2 * 16

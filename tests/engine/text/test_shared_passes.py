@@ -72,7 +72,8 @@ def test_a_long_row_beside_short_ones_equals_mlx_lm(models: Any, family: str) ->
     model = models(family)
     engine = make(model)
     assert engine.runner.facts.shares
-    asked = [prompt(0, 1000), *(prompt(n, 3 + 17 * n) for n in range(1, 7)), (9,)]
+    lengths = (1000, 300, 37, 54, 71, 88, 105)
+    asked = [*(prompt(n, length) for n, length in enumerate(lengths)), (9,)]
     counts = [24, 10, 250, 6, 14, 3, 8, 12]
     jobs = [job(n, text, count) for n, (text, count) in enumerate(zip(asked, counts, strict=True))]
     for early in jobs[:3]:
@@ -187,7 +188,7 @@ def test_a_model_that_computes_with_keys_has_a_pass_for_each_group(kind: str) ->
     assert not shares_passes(model, KVCacheFactory(model))
     engine = make(model)
     model.fed.clear()  # whether passes can be shared is tried with two rows
-    asked = [prompt(n, length) for n, length in enumerate((80, 20))]
+    asked = [prompt(n, length) for n, length in enumerate((300, 20))]
     drawn, groups = run(engine, [job(n, text, 6) for n, text in enumerate(asked)])
     assert groups == 2
     assert {rows for rows, tokens in model.fed if tokens == 1} == {1}
