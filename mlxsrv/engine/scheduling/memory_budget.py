@@ -259,11 +259,12 @@ class MemoryBudget:
     # Events.
 
     def _send_progress(self) -> None:
-        """Send Progress now and then for rows that are preempted, so that they do not look
-        stalled."""
+        """Send Progress now and then for rows that are preempted, or wait with a large text to
+        embed, so that they do not look stalled."""
         if self._rounds % _QUIET == 0:
             for model in self._models:
                 self.events += [Progress(row.id) for row in model.queue.preempted]
+                self.events += [Progress(job) for job in model.book.texts.short]
 
 
 def _changes(model: RowMemory) -> bool:

@@ -124,8 +124,8 @@ class RowBook:
     @property
     def short(self) -> int:
         """The number of rows that wait for memory, and for nothing else."""
-        preempted = sum(not row.suspect for row in self.queue.preempted)
-        return preempted + (0 if self.head is None else min(self._free_slots, len(self.line)))
+        short = sum(not row.suspect for row in self.queue.preempted) + len(self.texts.short)
+        return short + (0 if self.head is None else min(self._free_slots, len(self.line)))
 
     @property
     def free(self) -> int:

@@ -98,6 +98,11 @@ class TextQueue:
         return [self.jobs[text.job].row for text in self.begun]
 
     @property
+    def short(self) -> list[int]:
+        """The jobs that wait for memory, and for nothing else."""
+        return [] if self.ready else [number for number, job in self.jobs.items() if job.large]
+
+    @property
     def large(self) -> QueuedText | None:
         """The large text that is to be begun next; None if there is none, or one has begun."""
         if any(text.length > self._most for text in self.begun):

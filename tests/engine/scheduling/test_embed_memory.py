@@ -6,13 +6,13 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from mlxsrv.engine.events import Embedded, Shortage
+from mlxsrv.engine.events import Embedded, Progress, Shortage
 from mlxsrv.engine.orders import Budget, Job
 from mlxsrv.engine.outcomes import EmbedFacts, TextFacts
 from mlxsrv.engine.plans import EmbedSlice, Forget, LoadSlice, Rewind
 from mlxsrv.engine.scheduling.groups import STEP
 from tests.support.fake_device import FACTS, FakeDevice
-from tests.support.scheduling import CHUNK, ORDER, Bench, expected, job, make, read_order
+from tests.support.scheduling import CHUNK, MODEL, ORDER, Bench, expected, job, make, read_order
 
 SLOT = STEP * FACTS.kv_bytes(1)  # a row of up to STEP tokens
 NOTHING_KEPT = msgspec.structs.replace(FACTS, prompt_cache_bytes=0)
@@ -89,6 +89,17 @@ def test_a_large_text_has_its_place_among_rows() -> None:
     assert ended is not None
     assert begun is not None
     assert begun > ended, "there was room for the row, but it came later"
+
+
+def test_a_large_text_that_waits_is_counted_and_does_not_look_stalled() -> None:
+    bench = bounded(6.5)
+    bench.submit(job(1, 300, 100))
+    bench.rounds(8)
+    bench.submit(texts(2, LARGE))
+    bench.rounds(40)
+    assert not read(bench, 2)
+    assert Progress(2) in bench.job(2).events
+    assert bench.scheduler._models[MODEL].rows.statistics()["waiting_for_memory"] == 1
 
 
 def test_kept_prompts_give_way_to_a_large_text() -> None:
