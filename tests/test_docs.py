@@ -216,6 +216,18 @@ def test_named_classes_functions_and_constants_are_there(page: Path) -> None:
         assert any(set(span.split(".")) <= names for names in defined()), span
 
 
+def test_the_life_of_a_request_has_few_stations() -> None:
+    """Each is a method of the file that is named."""
+    _, _, life = read(DOCS / "architecture.md").partition("## The life of a request")
+    stations = [cells for cells in rows(life.partition("\n## ")[0]) if cells[0].isdigit()]
+    assert 10 <= len(stations) <= 14
+    for _, file, method, _ in stations:
+        *owner, name = method.strip("`").split(".")
+        found = read(ROOT / "mlxsrv" / file.strip("`"))
+        assert all(f"class {each}" in found for each in owner), method
+        assert re.search(rf"def {name}\(", found), method
+
+
 @each_page
 def test_named_make_targets_are_there(page: Path) -> None:
     makefile = read(ROOT / "Makefile")
@@ -394,11 +406,10 @@ def test_the_glossary_is_short() -> None:
 
 
 def test_every_room_is_told_with_its_floor_and_its_own_sentence() -> None:
+    rooms, _, _ = read(DOCS / "architecture.md").partition("## The life of a request")
     told = {
         name.strip("`"): (int(floor), sentence)
-        for floor, name, sentence in (
-            cells for cells in rows(read(DOCS / "architecture.md")) if cells[0].isdigit()
-        )
+        for floor, name, sentence in (cells for cells in rows(rooms) if cells[0].isdigit())
     }
     package = ROOT / "mlxsrv"
     there: dict[str, tuple[int, str]] = {}
