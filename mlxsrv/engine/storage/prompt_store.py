@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from itertools import takewhile
 from typing import Any
 
@@ -130,7 +130,13 @@ class PromptStore:
         names = self.find_nodes(text)
         return names[-1].end if names else 0
 
-    # On the storage thread: writing.
+    # On the storage thread.
+
+    def _touch(self, names: Iterable[NodeName]) -> None:
+        """Note that these nodes of a text were of use just now. The first is the last, so that of
+        what was not used for long the ends go first: without them beginnings are of use."""
+        for name in reversed([*names]):
+            self._folder.touch(self.held, name)
 
     def write(self, text: Text, transfer: Transfer) -> Iterator[None]:
         """Store a KV cache, yielding between pieces.
@@ -139,15 +145,16 @@ class PromptStore:
             text: the tokens that it has seen.
             transfer: has the KV cache.
         """
+        names = [*split(text, cuts=self._cuts)]
         try:
             self._folder.refresh()
-            for name in split(text, cuts=self._cuts):
+            for name in names:
                 if self.held.holds(name):
-                    self._folder.touch(self.held, name)
-                elif transfer.late or not (yield from self._write_node(name, text, transfer)):
+                    continue
+                if transfer.late or not (yield from self._write_node(name, text, transfer)):
                     break
-                else:
-                    transfer.files += 1
+                transfer.files += 1
+            self._touch(filter(self.held.holds, names))
         # Another process may have emptied the folder, or be at the same file: in containers all
         # have the same process id.
         except (FileNotFoundError, FileExistsError, NotANumber):
@@ -180,16 +187,16 @@ class PromptStore:
             log(_log, logging.WARNING, what, folder=folder, reason=reason)
         self._full = True
 
-    # On the storage thread: reading.
-
     def fetch(self, text: Text, transfer: Transfer) -> Iterator[None]:
         """Read the nodes that are stored of the KV cache of `text`, yielding between them."""
+        names = self.find_nodes(text)
         try:
-            for name in self.find_nodes(text):
+            for name in names:
                 if transfer.late or (node := self._read(name, text)) is None:
                     break
                 transfer.nodes.append(node)
                 yield
+            self._touch(names[: len(transfer.nodes)])
         except (OSError, MemoryError) as error:
             _log.debug("a stored prompt cannot be read: %s", error)
 

@@ -106,12 +106,12 @@ class StorageThread:
                     )
 
     def _step(self, task: Task, *, whole: bool) -> float | None:
-        """Do a piece, or the whole task. Returns how long the piece took; None if the task is
-        over."""
+        """Do a piece, or the whole task; in a hurry as much as no read waits for. Returns how long
+        it took; None if the task is over."""
         began = time.perf_counter()
         try:
             for _ in task:
-                if not whole:
+                if not whole and (self._reads or not self._hurries):
                     return time.perf_counter() - began
         except Exception:
             log(_log, logging.ERROR, "a stored prompt failed", traceback=True)

@@ -153,7 +153,7 @@ class StoreFolder:
     # One file.
 
     def open_file(self, held: StoredFiles, name: NodeName) -> BufferedReader | None:
-        """Open a file, which counts as used now; None if it is gone.
+        """Open a file; None if it is gone.
 
         Raises OSError.
         """
@@ -163,9 +163,7 @@ class StoreFolder:
         except FileNotFoundError:
             held.take(name.file)
             return None
-        file = os.fdopen(descriptor, "rb")
-        self.touch(held, name)
-        return file
+        return os.fdopen(descriptor, "rb")
 
     def touch(self, held: StoredFiles, name: NodeName) -> None:
         """Note that a file was of use just now, for all processes: by its time of change."""

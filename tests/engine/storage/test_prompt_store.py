@@ -428,6 +428,20 @@ def test_the_bound_holds_at_the_start_and_while_it_runs(tmp_path: Path) -> None:
     assert small.store.count_stored(text(NODE, seed=29)) == NODE
 
 
+def test_of_a_text_the_end_goes_first(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    place.write(text())
+    for step in ("written", "read"):
+        if step == "read":
+            assert place.fetch(text()) is not None
+        times = [
+            (place.held.path / name.file).stat().st_mtime_ns for name in split(text(), cuts=True)
+        ]
+        assert times == sorted(times, reverse=True), step
+    small = Place(tmp_path, most_bytes=size(tmp_path) - 1)
+    assert 0 < small.store.count_stored(text()) < TOKENS
+
+
 def test_the_bound_is_for_all_fingerprints(tmp_path: Path) -> None:
     old = Place(tmp_path, fingerprint="1" * 32)
     for seed in range(4):
