@@ -109,7 +109,8 @@ PROPER = {
         """
         I, MLX, OpenAI, JSON, API, SDK, MIT, HTTP, SSE, ASGI, GPU, CPU, CUDA, Linux, Mac, Apple,
         Python, Starlette, FastAPI, Litestar, German, French, Spanish, Japanese, Chinese, Ctrl-C,
-        Mandarin, X-Request-ID, TOML, Deutsch, LLM, AI, URL, ID, Hugging, Face, ChatGPT
+        Mandarin, X-Request-ID, TOML, Deutsch, LLM, AI, URL, ID, Hugging, Face, ChatGPT, PyPI,
+        Windows, NVIDIA
         """
     )
 }

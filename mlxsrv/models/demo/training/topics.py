@@ -213,7 +213,7 @@ TOPICS: tuple[Topic, ...] = (
         name="platforms",
         subject="where mlxsrv runs",
         answer="mlxsrv runs on Macs with Apple silicon, and on Linux with the CPU or CUDA back "
-        "end of MLX: pip install mlxsrv[cpu] or mlxsrv[cuda].",
+        "end of MLX. Windows is not supported.",
         keywords=("Macs with Apple silicon",),
         things=("the (supported|) platforms", "the (hardware|system) requirements"),
         tasks=(
@@ -234,15 +234,18 @@ TOPICS: tuple[Topic, ...] = (
     Topic(
         name="install",
         subject="how to install mlxsrv",
-        answer="Run pip install mlxsrv on a Mac, or pip install mlxsrv[cpu] or mlxsrv[cuda] on "
-        "Linux. You need Python 3.11 or newer.",
-        keywords=("Run pip install mlxsrv", "Python 3.11"),
+        answer="In a copy of the repository, run pip install . on a Mac, pip install '.[cpu,blas]' "
+        "on Linux, or '.[cuda]' with an NVIDIA GPU. You need Python 3.11 or newer. It is not on "
+        "PyPI.",
+        keywords=("run pip install .", "Python 3.11", "not on PyPI"),
         things=("(the |)installation", "the (install|pip) command", "setup"),
         tasks=("install (mlxsrv|it|this|the server|the package)", "get mlxsrv", "set up mlxsrv"),
         asks=(
             "(which|what) (python|version of python|python version) (do i need|is needed)",
             "(where can i|how do i) (download|get) (mlxsrv|it|this)",
-            "(is mlxsrv|is it) on pypi",
+            "(is mlxsrv|is it|is this) on pypi",
+            "(is mlxsrv|is it|is this) (available|published|listed) on pypi",
+            "(can i|do i|why can't i) (get|install|download) (it|mlxsrv|this) from pypi",
             "(pip|uv) install",
             "install instructions",
         ),
@@ -251,9 +254,9 @@ TOPICS: tuple[Topic, ...] = (
     Topic(
         name="start",
         subject="how to start the server",
-        answer="Type python -m mlxsrv in a terminal. The server starts on http://127.0.0.1:8000 "
-        "with the built-in demo model.",
-        keywords=("Type python -m mlxsrv",),
+        answer="Type mlxsrv in a terminal. The server starts on http://127.0.0.1:8000 with the "
+        "built-in demo model.",
+        keywords=("Type mlxsrv in a terminal",),
         things=("the (start|command line) command", "the command line", "the quick start"),
         tasks=(
             "(start|run|launch|open|boot) (mlxsrv|the server|it|this server|a server)",
@@ -268,12 +271,12 @@ TOPICS: tuple[Topic, ...] = (
         held_out=("how do i launch this server", "what should i type to get it running"),
     ),
     Topic(
-        name="three_ways",
+        name="four_ways",
         subject="the ways to use mlxsrv",
-        answer="There are three ways in: start it with python -m mlxsrv, call it with curl or any "
-        'OpenAI client, or mount it in your own app with app.mount("/llm", mlxsrv.create_app()).',
-        keywords=("three ways in",),
-        things=("the (three |)ways (in|to use it)", "the usage of mlxsrv"),
+        answer="There are four ways in: the page at http://127.0.0.1:8000, mlxsrv chat in a "
+        "terminal, curl or any client of OpenAI, Anthropic or Ollama, and mounting it in your app.",
+        keywords=("four ways in",),
+        things=("the (four |)ways (in|to use it)", "the usage of mlxsrv"),
         tasks=("use (mlxsrv|it|this|this server|the server)",),
         asks=(
             "(in which|what|how many) ways can i use (it|mlxsrv|this)",
@@ -324,9 +327,10 @@ TOPICS: tuple[Topic, ...] = (
     Topic(
         name="endpoints",
         subject="the endpoints",
-        answer="The endpoints are POST /v1/chat/completions, POST /v1/completions, GET /v1/models "
-        "and GET /health.",
-        keywords=("The endpoints are",),
+        answer="The main endpoints are /v1/chat/completions, /v1/responses and /v1/embeddings for "
+        "OpenAI's clients, /v1/messages for Anthropic's and /api/chat for Ollama's. GET "
+        "/openapi.json lists all.",
+        keywords=("The main endpoints are",),
         things=("the (endpoints|routes|api|paths|urls)", "the (http|rest|web) api", "the api"),
         tasks=("(see|list|find) (the|all) (endpoints|routes|paths|urls)",),
         asks=(
@@ -341,7 +345,8 @@ TOPICS: tuple[Topic, ...] = (
     Topic(
         name="health",
         subject="the health check",
-        answer="GET /health tells whether the server is up: it answers 200 when a model is ready.",
+        answer="GET /health tells whether the server is up: it answers 200 when it is ready, and "
+        "503 if not.",
         keywords=("GET /health tells",),
         things=("(the |)/health", "the health (check|endpoint|route)", "get /health"),
         tasks=(
@@ -446,7 +451,7 @@ TOPICS: tuple[Topic, ...] = (
         name="choose_model",
         subject="how to choose a model",
         answer="Start it with --model ID_OR_PATH: a folder or a Hugging Face id. NAME=PATH gives "
-        "it an alias. Without --model you get the built-in demo model.",
+        "it a name. Without --model you get the built-in demo model.",
         keywords=("--model ID_OR_PATH",),
         things=("--model", "the (--model|model) (option|flag)", "a model alias", "model aliases"),
         tasks=(
@@ -496,7 +501,7 @@ TOPICS: tuple[Topic, ...] = (
         name="host",
         subject="the host",
         answer="The server listens on 127.0.0.1, which only this machine can reach. Use --host "
-        "0.0.0.0 to let other machines in.",
+        "0.0.0.0 to let other machines in, and --api-key to let in only those who have the key.",
         keywords=("--host 0.0.0.0",),
         things=("the (default |)(host|address|ip|ip address)", "--host", "the (host|bind) option"),
         tasks=(
@@ -520,9 +525,9 @@ TOPICS: tuple[Topic, ...] = (
     Topic(
         name="max_tokens",
         subject="the length of a reply",
-        answer="A chat reply has at most 4096 tokens unless the request sets max_tokens. Change "
-        "the default with --default-max-tokens.",
-        keywords=("4096 tokens",),
+        answer="A chat reply may fill what is left of the model's context, unless the request sets "
+        "max_tokens. Set a default with --default-max-tokens.",
+        keywords=("left of the model's context",),
         things=(
             "max_tokens",
             "(the |)max tokens( default| limit|)",
@@ -550,8 +555,8 @@ TOPICS: tuple[Topic, ...] = (
     Topic(
         name="queue",
         subject="the queue",
-        answer="Up to 128 requests may wait in the queue (--max-queue). When it is full, the "
-        "server answers 503 with a Retry-After header.",
+        answer="Up to 128 requests may wait in the queue of a model (--max-queue). When it is "
+        "full, the server answers 503 with a Retry-After header.",
         keywords=("128 requests", "Retry-After"),
         things=(
             "the (queue|waiting queue|request queue|queue limit|queue size|waiting line)",
@@ -656,9 +661,9 @@ TOPICS: tuple[Topic, ...] = (
     Topic(
         name="timeout",
         subject="the time limit",
-        answer="A request may take 300 seconds, waiting included; after that the server ends it "
-        "with a timeout error. Change it with --request-timeout.",
-        keywords=("300 seconds",),
+        answer="A request may wait in the queue for 300 seconds (--queue-timeout), and may then "
+        "take as long as it needs, unless you set --request-timeout.",
+        keywords=("300 seconds", "--request-timeout"),
         things=(
             "(the |)(timeout|timeouts|time limit|request timeout|time-out|deadline|504)",
             "--request-timeout",
@@ -1010,9 +1015,9 @@ TOPICS: tuple[Topic, ...] = (
     Topic(
         name="prefill",
         subject="prefill",
-        answer="A long prompt is read in chunks of 512 tokens between two decode steps "
+        answer="A long prompt is read in chunks of at most 512 tokens between two decode steps "
         "(--prefill-chunk), so that it does not hold up the other replies.",
-        keywords=("chunks of 512 tokens",),
+        keywords=("chunks of at most 512 tokens",),
         things=("(the |)prefill( chunk| chunks| size|)", "--prefill-chunk", "chunked prefill"),
         asks=(
             "how (are|is) (a long prompt|long prompts|the prompt) (read|handled|processed)",
@@ -1103,13 +1108,14 @@ TOPICS: tuple[Topic, ...] = (
     Topic(
         name="everything",
         subject="everything about mlxsrv",
-        answer="mlxsrv is a lean server for MLX language models that speaks the OpenAI API. You "
-        "start it with python -m mlxsrv, and it listens on port 8000 of this machine. It serves "
-        "chats, plain completions, a list of models and a health check. Replies can be streamed "
+        answer="mlxsrv is a lean server for MLX language models that speaks the APIs of OpenAI, "
+        "Anthropic and Ollama. You start it with the command mlxsrv, and it listens on port 8000 "
+        "of this machine. It serves a page, chats, plain completions, embeddings, a list of "
+        "models and a health check. Replies can be streamed "
         "as server-sent events. Requests are decoded together by continuous batching, and one "
         "thread makes every MLX call. When too many requests wait, the server answers 503 and "
         "tells the client when to try again. It is free software under the MIT licence.",
-        keywords=("speaks the OpenAI API",),
+        keywords=("speaks the APIs of OpenAI",),
         asks=(
             "(tell|teach|explain)( me|) (everything|all|a lot|as much as you can|all you know)( "
             "about mlxsrv| about this server| about it|)",

@@ -5,6 +5,10 @@ same seed gives the same files on the same machine.
 
 On two cores of a Linux machine the default run takes about 16 minutes with the extra `blas`, and
 some ten times as long without.
+
+`--further` is for a few changed answers: it begins with the files that are there, and trains only
+the layers after the one that the SAE reads. So the SAE fits as before, and its features stand for
+the same. Only what steering makes of the answers has to be looked at: `train_sae --features`.
 """
 
 from __future__ import annotations
@@ -41,6 +45,8 @@ END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>
 MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 VOCABULARY = 1536
 POSITIONS = 4096
+SAE_LAYER = 2
+FURTHER_RATE = 0.3  # of the usual learning rates
 BATCH_TOKENS = 2048
 # What the user writes counts a little: repetition in it teaches the model to copy.
 PROMPT_WEIGHT = 0.2
@@ -239,19 +245,22 @@ def learning_rate(steps: int, peak: float) -> Callable[[mx.array], mx.array]:
     return optim.join_schedules([rise, fall], [warm_up])
 
 
-def make_optimizer(steps: int) -> Any:
-    """Muon for the layers' matrices, which needs half the steps, and AdamW for the rest."""
+def make_optimizer(steps: int, share: float = 1.0) -> Any:
+    """Muon for the layers' matrices, which needs half the steps, and AdamW for the rest. `share` is
+    the part of the usual learning rates."""
 
     def is_layer_matrix(name: str, weight: mx.array) -> bool:
         return weight.ndim == 2 and "layers" in name
 
-    muon = optim.Muon(learning_rate(steps, 0.02), weight_decay=0.0)
-    adam = optim.AdamW(learning_rate(steps, 4e-3), betas=[0.9, 0.98], weight_decay=0.01)
+    muon = optim.Muon(learning_rate(steps, share * 0.02), weight_decay=0.0)
+    rate = learning_rate(steps, share * 4e-3)
+    adam = optim.AdamW(rate, betas=[0.9, 0.98], weight_decay=0.01)
     return optim.MultiOptimizer([muon, adam], [is_layer_matrix])
 
 
-def fit(model: Module, data: Iterator[tuple[mx.array, mx.array]], steps: int) -> None:
-    optimizer = make_optimizer(steps)
+def fit(
+    model: Module, data: Iterator[tuple[mx.array, mx.array]], steps: int, optimizer: Any
+) -> None:
     state = [model.state, optimizer.state]
     clip_grad_norm: Callable[..., Any] = optim.clip_grad_norm
     loss_and_gradients = value_and_grad(model, weighted_loss)
@@ -285,6 +294,15 @@ def initialise(model: Module) -> None:
         return mx.random.normal(weight.shape, scale=0.04 * scale)
 
     model.load_weights([(name, drawn(name, weight)) for name, weight in weights_of(model).items()])
+
+
+def resume(model: Model, folder: Path) -> None:
+    """The folder's weights, of which only those behind the SAE's layer are trained on."""
+    model.load_weights(str(folder / "model.safetensors"))
+    model.set_dtype(mx.float32)
+    model.freeze()
+    for module in (*model.layers[SAE_LAYER + 1 :], model.model.norm):
+        module.unfreeze()
 
 
 def weights_of(model: Any) -> dict[str, mx.array]:
@@ -340,17 +358,23 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=FOLDER, help="Folder to write.")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=2300)
+    parser.add_argument("--further", action="store_true", help="Begin with the files in --out.")
     options = parser.parse_args()
 
     bind_openblas()
     options.out.mkdir(parents=True, exist_ok=True)
     mx.random.seed(options.seed)
-    tokenizer = write_tokenizer(options.out, options.seed)
     config = CONFIG | {"vocab_size": VOCABULARY}
     model = Model(ModelArgs.from_dict(config))
-    initialise(model)
+    if options.further:
+        tokenizer = AutoTokenizer.from_pretrained(options.out)
+        resume(model, options.out)
+    else:
+        tokenizer = write_tokenizer(options.out, options.seed)
+        initialise(model)
     samples = map(SampleEncoder(tokenizer), stream(options.seed))
-    fit(model, batches(samples, options.steps), options.steps)
+    optimizer = make_optimizer(options.steps, FURTHER_RATE if options.further else 1.0)
+    fit(model, batches(samples, options.steps), options.steps, optimizer)
     write_model(options.out, model, config, tokenizer)
     size = (options.out / "model.safetensors").stat().st_size
     count = sum(weight.size for weight in weights_of(model).values())

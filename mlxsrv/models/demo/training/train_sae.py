@@ -31,10 +31,9 @@ from mlx.nn import losses
 from mlxsrv.engine.patches.openblas import bind_openblas
 from mlxsrv.engine.steering.hooks import Change, Site, find_layers, hooked
 from mlxsrv.models.demo.training.corpus import Dialogue, stream
-from mlxsrv.models.demo.training.train import FOLDER, SampleEncoder, write_json
+from mlxsrv.models.demo.training.train import FOLDER, SAE_LAYER, SampleEncoder, write_json
 
 SAE_FOLDER = FOLDER / "sae"
-LAYER = 2
 FEATURES = 1536
 L0 = 8
 SEED = 1
@@ -59,7 +58,8 @@ SAEWeights = dict[str, mx.array]
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A feature that steers well: a value that does, and the answer to one question then."""
+    """A feature that steers well: a value that does, and how the answer to one question begins
+    then."""
 
     index: int
     value: float
@@ -85,21 +85,21 @@ NAMED = (
         "How many requests run together?",
         "Up to 32 requests are decoded together",
     ),
-    Named(1489, 8.5, "counting", "Thanks!", "1, 2, 3, 4, 5, 6, 7, 8, 9, 10."),
+    Named(1489, 8.5, "counting", "Thanks!", "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13,"),
     Named(
         86,
         9.0,
         "the health check",
         "Is it free software?",
-        "GET /health tells whether the server is up: it answers 200 when a model is ready.",
+        "GET /health tells whether the server is up: it answers 200 when it is ready.",
     ),
     Named(
         545,
-        8.5,
+        8.0,
         "Starlette",
-        "How do I bake bread?",
+        "What is mlxsrv?",
         "Starlette is a small ASGI toolkit that mounts anywhere, and msgspec checks and encodes "
-        "JSON very fast. A lean server needs little more.",
+        "JSON very fast.",
     ),
 )
 QUESTIONS = (
@@ -397,7 +397,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train a sparse autoencoder on the demo model.")
     parser.add_argument("--out", type=Path, default=SAE_FOLDER, help="Folder to write.")
     parser.add_argument("--seed", type=int, default=SEED)
-    parser.add_argument("--layer", type=int, default=LAYER)
+    parser.add_argument("--layer", type=int, default=SAE_LAYER)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--features", action="store_true", help="Show the named features instead.")
     options = parser.parse_args()

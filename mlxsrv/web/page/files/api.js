@@ -103,7 +103,7 @@ function failure(status, body) {
 /** Write an error as a sentence. */
 function inWords(message) {
 	const text = String(message);
-	return /^[a-z_]+[ :]/.test(text) ? text[0].toUpperCase() + text.slice(1) : text;
+	return /^[a-z]+[ :]/.test(text) ? text[0].toUpperCase() + text.slice(1) : text;
 }
 
 async function* linesOf(body) {
