@@ -31,18 +31,18 @@ from tests.support.serving import Server, serving
 from tests.support.tiny import CHAT_TEMPLATE
 
 
-def tool(name: str, **properties: str) -> Body:
+def tool(name: str, does: str, **properties: str) -> Body:
     parameters = {
         "type": "object",
         "properties": {key: {"type": kind} for key, kind in properties.items()},
         "required": [*properties],
     }
-    function = {"name": name, "description": f"What {name} does", "parameters": parameters}
+    function = {"name": name, "description": does, "parameters": parameters}
     return {"type": "function", "function": function}
 
 
-WEATHER = tool("get_weather", city="string")
-ADD = tool("add", a="integer", b="integer")
+WEATHER = tool("get_weather", "Get the current weather in a city", city="string")
+ADD = tool("add", "Add two numbers", a="integer", b="integer")
 TOOLS = [WEATHER, ADD]
 QUESTION = "What is the weather in Paris?"
 PARIS = {"city": "Paris"}
