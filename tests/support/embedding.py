@@ -59,7 +59,7 @@ def run_slice(
     schedule.budget.begin_round()
     for work in schedule.plan_rows():
         schedule.settle(work, do(work, embedder, clock))
-    slice = schedule.texts.plan(decoding=decoding, beside=beside)
+    slice = schedule.embeddings.plan(decoding=decoding, beside=beside)
     if slice is not None:
         schedule.settle(slice, do(slice, embedder, clock))
     return [event for event in take_events(schedule) if not isinstance(event, Progress)]

@@ -154,14 +154,13 @@ class ModelSchedule:
         prompts, texts = self._choose(beside=beside)
         if prompts and (work := rows.plan_slice(beside=beside)) is not None:
             items.append(work)
-        if texts and (slice := rows.texts.plan(decoding=rows.streaming, beside=beside)) is not None:
-            items.append(slice)
-        return items
+        slice = rows.embeddings.plan(decoding=rows.streaming, beside=beside) if texts else None
+        return items if slice is None else [*items, slice]
 
     def _choose(self, *, beside: bool) -> tuple[bool, bool]:
         """Whether a slice of prompts is read, and one of texts: both, if there are texts. But while
         there are streams they take turns, since a slice of each may fill the streams' gap."""
-        texts = self.rows.texts.pending
+        texts = self.rows.embeddings.pending
         both = texts and self.rows.pending
         if not both or not (beside or self.rows.streaming):
             return True, texts

@@ -70,7 +70,7 @@ class TextSchedule:
 
     Attributes:
         memory: what the rows take.
-        texts: plans the slices of texts.
+        embeddings: plans the slices of texts to embed.
         budget: as above.
     """
 
@@ -118,7 +118,7 @@ class TextSchedule:
         )
         self.memory = RowMemory(facts, embed, pace.most, self._book)
         self.budget.register(self.memory)
-        self.texts = EmbedSchedule(model, embed, pace, self.budget, self.memory, self._book)
+        self.embeddings = EmbedSchedule(model, embed, pace, self.budget, self.memory, self._book)
         # Of the plan under way.
         self._slice: list[Reading] = []
         self._slice_beside_steps = False
@@ -164,7 +164,7 @@ class TextSchedule:
     def submit(self, job: Job) -> None:
         """Take a job. Raises ValueError or OverflowError if it cannot be."""
         if job.texts:
-            self.texts.check(job)
+            self.embeddings.check(job)
         self._book.enqueue(job)
 
     def cancel(self, job_ids: Collection[int]) -> None:
@@ -264,7 +264,7 @@ class TextSchedule:
             case Read():
                 self._settle_slice(work, outcome)
             case EmbedSlice():
-                self.texts.settle(work, outcome)
+                self.embeddings.settle(work, outcome)
             case Admit():
                 self._book.settle_admission(work, outcome)
             case Release():

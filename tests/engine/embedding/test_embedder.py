@@ -138,7 +138,7 @@ def test_no_text_is_read_of_a_job_whose_pooling_is_not_known(
         bench.submit(number, make_texts(*lengths))
         bench.schedule.budget.begin_round()
         items += bench.schedule.plan_rows()
-    slice = bench.schedule.texts.plan(decoding=False, beside=False)
+    slice = bench.schedule.embeddings.plan(decoding=False, beside=False)
     assert slice is not None
     assert len(slice.texts) == 3
     for work in [*items, slice]:  # planned before it was known

@@ -73,7 +73,7 @@ class FakeRunner:
 
     def plan(self, *, decoding: bool = False, beside: bool = False) -> EmbedSlice:
         self.change()
-        slice = self.schedule.texts.plan(decoding=decoding, beside=beside)
+        slice = self.schedule.embeddings.plan(decoding=decoding, beside=beside)
         assert slice is not None
         return slice
 
@@ -112,8 +112,8 @@ def ended(events: Iterable[Event]) -> list[int]:
 
 def test_nothing_is_planned_without_texts() -> None:
     schedule = make()
-    assert (schedule.idle, schedule.texts.pending) == (True, False)
-    assert schedule.texts.plan(decoding=False, beside=False) is None
+    assert (schedule.idle, schedule.embeddings.pending) == (True, False)
+    assert schedule.embeddings.plan(decoding=False, beside=False) is None
     assert schedule.plan_rows() == []
     assert schedule.memory.book.count_texts() == 0
 
@@ -273,7 +273,7 @@ def test_a_job_that_cannot_be_admitted_fails_alone() -> None:
     [admit] = schedule.plan_rows()
     schedule.settle(admit, Outcome(0, 0, Admitted((RowFailure(1, "no"),))))
     assert take_events(schedule) == [Failed(1, "no")]
-    slice = schedule.texts.plan(decoding=False, beside=False)
+    slice = schedule.embeddings.plan(decoding=False, beside=False)
     assert slice is not None
     assert {text.job for text in slice.texts} == {2}
 
@@ -326,13 +326,13 @@ def test_every_job_ends_once_in_slices_within_their_limit(
             what = ""  # enough went wrong
         if waiting and (number % 2 == 0 or schedule.idle):
             schedule.submit(waiting.pop())
-        if what == "cancel" and schedule.texts.pending:
+        if what == "cancel" and schedule.embeddings.pending:
             gone = next(iter(schedule.memory.book.texts.jobs))
             schedule.cancel([gone])
             over.append(gone)
         number += 1
         runner.change()
-        if not schedule.texts.pending:
+        if not schedule.embeddings.pending:
             continue
         slice = runner.plan(**streams)
         most = CHUNK if any(streams.values()) else max(CHUNK, min(speed / 4, 16 * 1024))
