@@ -207,6 +207,7 @@ class Groups:
         """
         needed = self.count_bytes(self.rows)
         self._planned = None
+        self._changed &= self.count > 0  # there is no step of no rows
         if not self.stale and (more := self.bytes - needed) <= slack:
             return more
         self._planned = self._form(max(slack, 0))

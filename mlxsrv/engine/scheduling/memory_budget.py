@@ -136,12 +136,12 @@ class MemoryBudget:
                     model.book.serve_head()
                 model.book.texts.begin_large()
             return
+        for model in self._models:
+            model.index.late = False
         self._rounds += 1
         if quiet and self._rounds % _QUIET and not any(map(_changes, self._models)):
             return
         self._send_progress()
-        for model in self._models:
-            model.index.late = False
         if short := self._count(_GROWN) > self.bytes:
             self._preempt(self.bytes)
         admitted, enough = self._admit(self.bytes)
@@ -217,7 +217,6 @@ class MemoryBudget:
         refused = needed > most and self._question.ask_for(row.number, needed, most)
         if refused:
             model.book.refuse(row, Shortage(needed, most, model.count_tokens(row)))
-            model.book.serve_texts()  # a large text of theirs is asked for in this round
         return refused
 
     # What is left.

@@ -326,6 +326,17 @@ def test_choices_of_one_prompt_are_read_once() -> None:
     assert rows == (1, 2, 3, 4)
 
 
+def test_choices_for_which_there_is_no_room_wait() -> None:
+    """Their text takes 2.2 slots, and each of their rows 2."""
+    bench = bounded(7)
+    jobs = [job(number, 300, 20, family=5) for number in (1, 2, 3, 4)]
+    bench.submit(*jobs)
+    bench.finish()
+    check_answers(bench, *jobs)
+    assert {span.rows for work in bench.items(Read) for span in work.spans} == {(1, 2, 3), (4,)}
+    assert not bench.items(Rewind), "nobody is read whose rows have no room"
+
+
 def test_arrays_grow_by_less_where_memory_is_short() -> None:
     def slots(budget: float) -> int:
         bench = bounded(budget)

@@ -13,7 +13,7 @@ from mlxsrv.engine.plans import Decode, Read, Rewind
 from mlxsrv.engine.scheduling.groups import STEP
 from mlxsrv.engine.scheduling.row_memory import RowMemory
 from tests.support.fake_device import FACTS, FakeDevice
-from tests.support.scheduling import MODEL, ORDER, Bench, FaultyDevice, job, make
+from tests.support.scheduling import MODEL, ORDER, Bench, FaultyDevice, job, make, prompt
 
 SLOT = STEP * FACTS.kv_bytes(1)
 NOTHING_KEPT = msgspec.structs.replace(FACTS, prompt_cache_bytes=0)
@@ -63,6 +63,18 @@ def test_nothing_is_counted_of_rows_that_have_ended() -> None:
         bench.finish()
         assert not memory(bench).held
         bench.runner.items.clear()
+
+
+def test_a_text_that_begins_with_a_part_of_a_cached_prompt_may_take_as_much_as_that() -> None:
+    bench = make()
+    bench.submit(job(1, 900, family=3))
+    bench.finish()
+    kept = bench.runner.text(MODEL).kept_bytes
+    bench.submit(job(2, 0, prompt=(*prompt(300, 3), 7, 8)))
+    while bench.items(Read)[-1].spans[0].joins != (2,):
+        bench.round()
+    assert bench.items(Read)[-1].spans[0].begin == 300
+    assert memory(bench).reading_bytes >= kept > 3 * SLOT
 
 
 def arranged(bench: Bench) -> list[list[tuple[int, ...]]]:
