@@ -248,8 +248,8 @@ class EngineClient:
     # The device.
 
     def set_budget(self, bytes: int) -> None:
-        """Bound what the KV caches of this client's models take, from the orders on that are sent
-        after this."""
+        """Bound what the KV caches of this client's models take. It holds for all orders that are
+        sent after this one."""
         self._send(Budget(bytes))
 
     async def memory(self) -> int:

@@ -21,8 +21,9 @@ class Close(msgspec.Struct, frozen=True, tag=True):
 
 
 class Budget(msgspec.Struct, frozen=True, tag=True):
-    """Bound the bytes of the KV caches of all the client's models: those of rows, of prompts that
-    are being read, and of cached prompts. A later one replaces it.
+    """Bound the bytes of the KV caches of all the client's models: of rows, of prompts that are
+    being read, of cached prompts and of draft models; and those of large texts to embed. A later
+    one replaces it.
 
     Without one they are not bounded. Sent before the load that takes of it, and in answer to
     MemoryShort, also if it is the same as before.

@@ -32,7 +32,7 @@ class _Item(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Admit(_Item, frozen=True):
-    """Take these jobs; each is a row from now on, one with texts to embed as well. Done: Admitted.
+    """Take these jobs: the runner makes a live row of each. Done: Admitted.
 
     `client` is the number of the client that sent them.
     """

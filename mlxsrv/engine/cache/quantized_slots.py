@@ -36,7 +36,7 @@ class _Side(Slots):
             self.keys, self.values = self._add(self.keys, keys), self._add(self.values, values)
 
     def cut(self, tokens: int) -> tuple[Any, Any] | None:
-        """The keys and values of rows of so many tokens at most; None: none are here."""
+        """The keys and values of rows with so many tokens at most; None if none of them is here."""
         slots, columns = len(self._rows), self._held(tokens)
         if not columns:
             return None
@@ -66,7 +66,7 @@ class _Side(Slots):
 
 
 class _QuantizedSide(_Side):
-    """The same, quantized. Each array is three: weights, scales and biases."""
+    """The quantized tokens. Each array is three: weights, scales and biases."""
 
     def __init__(self, rows: Rows, empty: LaterTokens) -> None:
         super().__init__(rows, empty, empty.start, None)

@@ -48,7 +48,7 @@ class SubBatch:
         }
 
     def snapshot(self, keeps: Mapping[int, Keep], going: Collection[int]) -> list[KeptCache]:
-        """Copy the KV caches of those rows, by id, that are to be cached and can be cut as asked.
+        """Copy the KV caches of the rows of `keeps`, but for those that cannot be cut as asked.
 
         Args:
             going: the rows that are dropped next, those of `keeps` included. If these are all, the

@@ -106,7 +106,7 @@ class RankGroup:
             raise ValueError(f"its ranks would have different {what}")
 
     def divide(self, model: Any, config: dict[str, Any]) -> None:
-        """Leave this rank's part of one of mlx-lm's models. Nothing is evaluated.
+        """Cut a model of mlx-lm's down to this rank's part, in place. Nothing is evaluated.
 
         Raises:
             ValueError: the model cannot be divided, or not among so many ranks.

@@ -113,7 +113,7 @@ class _RowBans:
                 self._longer.setdefault(word[-3], []).append(word)
 
     def state_before(self, step: int) -> _State:
-        """Return the state before the token of the `step`-th step since this was made."""
+        """Return the state before the token of a step, counted from when this was made."""
         drawn = self._drawn + step
         seen = drawn - 1  # the host has at least so many
         found: tuple[tuple[int, int], ...] = ()

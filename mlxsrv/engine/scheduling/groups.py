@@ -13,8 +13,8 @@ They take more than their rows need, where there is memory for it (`slack`):
 - *Spare slots.* Slots grow in steps, for arrays that grow are copied. They shrink, as columns do,
   when at most half is used and rows have changed anyway.
 
-Where memory is short there is less slack, or none. So rows need no more memory for their groups,
-and what a group has too much is nobody's reason to wait.
+Where memory is short there is less slack, or none. So no row waits
+because a group has spare room.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from mlxsrv.engine.scheduling.row import Row
 
 STEP = 256  # columns
 GROWTH = STEP - 1
-"""Tokens that the KV cache of a text has too many at most: mlx-lm's grows by STEP, from whatever
-it has."""
+"""The most unused columns of a text's KV cache: mlx-lm's grows by STEP, from whatever it has."""
 NEXT = 2
 """Tokens for which each row always has room: of the next step, and one more to end with."""
 _FEW, _MORE = 8, 4  # slots double up to so many; then they grow by so many
@@ -248,7 +247,7 @@ class Groups:
 
     def _merge(self, most: int) -> tuple[list[tuple[list[Row], int]], int]:
         """The rows of each group, and the columns that they need, the longest first; and the bytes
-        of padding, so many at `most`."""
+        of padding, at most `most`."""
         taken = 0
         classes: dict[int, list[Row]] = {}
         for row in self.rows:
@@ -270,8 +269,8 @@ class Groups:
         return found, taken
 
     def _fit(self, group: _Group, columns: int, slack: int) -> int:
-        """Choose the room of a group whose rows need so many columns. Returns the bytes that it
-        takes beyond."""
+        """Choose the room of a group whose rows need so many columns. Returns its bytes
+        beyond what its rows need."""
         rows, slots, room = len(group.places), group.slots, group.columns
         each = self._facts.kv_bytes(columns)
         if rows > slots or 2 * rows <= slots:

@@ -1,4 +1,4 @@
-"""The memory budget: the KV caches of all models of a client stay within a number of bytes, and
+"""The memory budget: the KV caches of all models of an app stay within a number of bytes, and
 large texts to embed with them.
 
 One number decides: need(t), the bytes that all rows need if each draws t tokens more. It follows
@@ -7,21 +7,21 @@ before a plan takes anything.
 
 - **Growth.** While need(2) is more than the budget the youngest row is preempted: it loses its KV
   cache, keeps its slot and its place before all lines, and goes on later with the same tokens. No
-  row is preempted for a younger one, and the oldest row of the client is never. It goes on until
-  the budget is full of it alone; then it ends, as at its limit.
+  row is preempted for a younger one. The oldest of the app goes on until the budget is full of it
+  alone; then it ends, as at its limit.
 - **Admission.** A row gets a slot, and its text is read, when need(258) fits into the budget with
   it. So between two preemptions of a row each of the others draws 256 tokens, or all that it has
   left. Rows are given memory in the order of their turns: see `fair_queue`. The head of a line that
   does not fit waits, and none behind it is read before it. A text that does not fit even alone is
   refused.
-- **Slack** is what need(2) leaves of the budget. Arrays have it first, for what they take beyond
-  what their rows need: see `groups`. Then come cached prompts and the draft model's KV cache, which
-  give way to all else.
+- **Slack** is what need(2) leaves of the budget. Cached prompts, the draft model's KV cache, and
+  what arrays take beyond what their rows need (see `groups`) share it. Arrays may have what the
+  others leave, and a quarter in any case.
 - **Texts to embed** need no memory to begin, so they get a slot at their turn. But a row with a
   large text is one of those that wait for memory, once for each such text, and it is preempted as
   others are.
 
-If need(66) is too much, or somebody waits, the client gets the event MemoryShort, since it may have
+If need(66) is too much, or a text waits, the app gets the event MemoryShort, since it may have
 models that nobody uses. It answers with another budget, or with the same. Nothing waits for the
 answer but texts that do not fit alone.
 """
@@ -182,8 +182,9 @@ class MemoryBudget:
         return [(model, row) for model in self._models for row in model.candidates]
 
     def _admit(self, most: int) -> tuple[int, bool]:
-        """Admit waiting texts in their order, up to the first that does not fit. Returns the bytes
-        that these need, as far as they have not begun, and whether all are admitted."""
+        """Admit waiting texts in their order, up to the first that does not fit. Returns two
+        things: the bytes of admitted texts that need() does not count yet, and whether all were
+        admitted."""
         for model in self._models:
             model.book.serve_texts()
         candidates = sorted(self._find_candidates(), key=_number)

@@ -35,9 +35,9 @@ _NEXT = {
 
 
 class MemoryQuestion:
-    """The question to one client: whether it was asked, for how many bytes, and for which texts.
+    """The question to one app: whether it was asked, for how many bytes, and for which rows.
 
-    Rows and jobs of texts have numbers in one order of arrival.
+    Rows have numbers, in the order of their turns.
 
     Args:
         send: takes the event MemoryShort.
@@ -66,10 +66,10 @@ class MemoryQuestion:
             self._send(needed, most)
 
     def ask_for(self, number: int, needed: int, most: int) -> bool:
-        """Ask for a row, or a large text, that does not fit alone.
+        """Ask for a row whose text does not fit alone.
 
         Args:
-            number: the row's, or that of the text's job.
+            number: the row's.
             needed: bytes that it takes.
             most: bytes that there are.
 

@@ -134,8 +134,8 @@ class ModelSchedule:
         return [Reset(model=self.number)]
 
     def plan_rows(self) -> list[WorkItem]:
-        """The work items that admit and free rows: before the steering changes that rows ask
-        for."""
+        """The same, as far as rows are concerned: asked for early, when an order is about to change
+        steering."""
         return [*self.plan_reset(), *self.rows.plan_rows()]
 
     def plan_changes(self) -> list[WorkItem]:

@@ -9,9 +9,9 @@ oldest prompt, the oldest has the next one. So:
 - Among long prompts alone, the first is read to its end, then the next. Slices by turns would make
   all of them as late as the last.
 
-Rows are given in order of arrival. A prompt without a row cannot overtake. Several
-prompts are half read at once where a shorter one overtakes. Each of them has a row, and needs the
-memory that the row will need. Where memory is short, they are read anew, one at a time.
+Slots are given in the order of turns (see `fair_queue`): a prompt without a slot cannot overtake.
+Several prompts are partly read at once where a shorter one overtakes. Each of them needs the memory
+that its row will need. Where memory is short, they are read anew, one at a time.
 
 Short prompts are read together, right-padded. One that does not fit a slice is read alone, in
 several slices. So is one with a checkpoint (see `checkpoints`), if the checkpoint is worth a slice
@@ -39,7 +39,7 @@ _MOST_BEGUN = 16
 
 
 class PromptQueue:
-    """Prompts that wait, in the order in which they came, and prompts that are half read.
+    """Prompts that wait, in the order of their turns, and prompts that are partly read.
 
     Args:
         facts: of the model.
@@ -47,7 +47,7 @@ class PromptQueue:
         groups: rows that run.
 
     Attributes:
-        ready: how many prompts had a row when the last slice was chosen, those that are begun
+        ready: how many prompts had a slot when the last slice was chosen, those that are begun
             included.
         granted: how many of those that wait may be begun, the first ones: there is memory for them
             all. None: there is memory for whatever comes.
@@ -72,11 +72,11 @@ class PromptQueue:
 
     @property
     def rows(self) -> int:
-        """Rows of the prompts that are half read."""
-        return len(self.half_read) if self.begun else 0
+        """The number of rows of the prompts that are partly read."""
+        return len(self.partly_read) if self.begun else 0
 
     @property
-    def half_read(self) -> list[Row]:
+    def partly_read(self) -> list[Row]:
         return [row for reading in self.begun for row in reading.rows]
 
     @property
@@ -101,7 +101,7 @@ class PromptQueue:
         """Note that a prompt is read."""
         if reading in self.begun:
             self.begun.remove(reading)
-            # Where memory was short, one more may be half read again.
+            # Where memory was short, one more may be partly read again.
             self._most_begun = min(self._most_begun + 1, _MOST_BEGUN)
 
     def abandon(self, readings: Collection[Reading]) -> None:

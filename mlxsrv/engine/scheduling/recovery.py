@@ -61,7 +61,7 @@ def blame(row: Row) -> Failed:
 
 
 def _exhausted(row: Row) -> bool:
-    """Whether the row was in too many work items that failed for causes that were not found."""
+    """Whether too many of the row's incidents are unexplained."""
     return sum(not each.explained for each in row.incidents) >= _MOST_INCIDENTS
 
 

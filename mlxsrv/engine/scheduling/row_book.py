@@ -277,8 +277,8 @@ class RowBook:
         return events
 
     def _withdraw(self, row: Row) -> Tokens | None:
-        """Take the row out of where it is. Returns the tokens that its KV cache holds, if it has
-        one to itself."""
+        """Remove the row from the queue or group that it is in. Returns the tokens that its KV
+        cache holds, if it has one to itself."""
         match row.state:
             case RowState.DECODING | RowState.FRESH:
                 self.groups.remove(row)

@@ -11,8 +11,17 @@ They follow from lengths alone:
 All that memory holds beyond these can be given up at any time: cached prompts, what the proposer
 has read, and what arrays have too much.
 
-Arrays change layer by layer. So one layer of the rows at most is in memory twice. It is not counted
-here, but as memory that a step needs for itself.
+Texts to embed need no memory to begin, so their row gets a slot at its turn. For each text of more
+tokens than a slice of a prompt may have, the row waits for memory as a prompt does, while its other
+texts go on. It may be preempted like any row; texts that are done are not read again.
+
+A draft model reads only while one row decodes. What it has read stays for the chat's next turn,
+until its memory is needed.
+
+These are not counted: the arrays of a step; one layer of the rows, which is there twice while
+arrays change; the spare column of each of the two slots of a quantized layer; a pass over texts to
+embed, for as many tokens as a slice of a prompt may have; and a cached prompt that has gone while
+the storage thread still writes it.
 """
 
 from __future__ import annotations
@@ -62,7 +71,7 @@ class RowMemory:
     @property
     def rows(self) -> list[Row]:
         """Rows that have a KV cache, or are getting one."""
-        return [*self.groups.rows, *self.queue.half_read, *self._texts.holders]
+        return [*self.groups.rows, *self.queue.partly_read, *self._texts.holders]
 
     @property
     def candidates(self) -> list[Row]:
@@ -107,7 +116,7 @@ class RowMemory:
         return decoded + sum(texts) + self._embedded + self._promised
 
     def count_candidate(self, row: Row, tokens: int, granted: Sequence[Row] = ()) -> int:
-        """The same of a candidate, if its text is read as well as those of the `granted` ones."""
+        """The bytes that a candidate needs beside the `granted` ones."""
         if row.embeds:
             return self._measure_large(row)
         own = self._measure_text(row, self.queue.source_bytes(row))
@@ -116,13 +125,13 @@ class RowMemory:
         return self._count_text([*twins, row], own, tokens) - before
 
     def count_alone(self, row: Row, tokens: int) -> int:
-        """The same of a row if no other is there, and nothing is cached."""
+        """The bytes that a row needs when nothing else is in memory."""
         if row.embeds:
             return self._measure_large(row)
         return self._count_text([row], self.measure(row.length), tokens)
 
     def _count_text(self, rows: Sequence[Row], own: int, tokens: int) -> int:
-        """The bytes that a text needs, and its rows behind it.
+        """The greater of two: the bytes of the text's own KV cache, and those of its rows.
 
         Args:
             rows: of the text.
@@ -203,8 +212,8 @@ class RowMemory:
         }
 
     def give_way(self, bytes: int) -> int:
-        """Drop cached prompts until so many bytes are free, and then what the proposer has read,
-        which is in use while a row decodes. Returns the bytes that are free then."""
+        """Drop cached prompts until so many bytes are free; if they are too few, the proposer's KV
+        cache as well. Returns the bytes freed."""
         freed = self.index.give_way(bytes)
         if freed < bytes and self.book.proposer is not None:
             freed += self.book.proposer.evict()

@@ -6,7 +6,8 @@ of few.
 
 A large text, of more tokens than a slice of a prompt may have, waits until there is memory for it:
 its row is then one of those that the memory budget looks at. Jobs take turns with these as well,
-and of each model one is read at a time. It is the long text, as soon as there is no other.
+and of each model one is read at a time. It becomes the `long` text when the one before it has
+ended.
 """
 
 from __future__ import annotations

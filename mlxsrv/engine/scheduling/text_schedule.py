@@ -320,7 +320,7 @@ class TextSchedule:
         if work.spans[0].joins is not None:
             self.memory.note_joining(readings)
             self._join(readings, outcome.ended, done)
-        moved = [*self._queue.half_read, *self._queue.preempted]
+        moved = [*self._queue.partly_read, *self._queue.preempted]
         self._events += [Progress(row.id) for row in moved]
 
     def _join(self, readings: Sequence[Reading], ended: float, done: PromptsRead) -> None:

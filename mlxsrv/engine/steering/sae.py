@@ -106,7 +106,8 @@ class SAE:
 
         Args:
             activations: `(..., d_sae)`.
-            hidden: the hidden states `(..., d_in)` that were encoded; they undo a normalization.
+            hidden: the hidden states `(..., d_in)` that were encoded, to undo what `encode` has
+                normalized.
 
         Returns:
             `(..., d_in)` in float32.

@@ -76,7 +76,7 @@ def test_after_a_fault_all_rows_go_on_with_the_same_tokens() -> None:
 def suspects_read(bench: Bench) -> list[int]:
     """Suspects whose texts are being read, or are read and not with the others."""
     queue = bench.scheduler._models[MODEL].rows._queue
-    return [row.id for row in queue.half_read if row.suspect]
+    return [row.id for row in queue.partly_read if row.suspect]
 
 
 def lose(*jobs: Job) -> Bench:

@@ -98,7 +98,7 @@ class Attention:
         self._local = (seen[:, :, None] & (apart <= reach)) | (apart == 0)
 
     def globally(self, queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
-        """Every token sees the whole text. Shapes as in `attend`."""
+        """Attend to the whole text. Shapes as in `attend`."""
         return attend(queries, keys, values, self._global)
 
     def locally(self, queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
