@@ -133,10 +133,11 @@ class PromptStore:
     # On the storage thread.
 
     def _touch(self, names: Iterable[NodeName]) -> None:
-        """Note that these nodes of a text were of use just now. The first is the last, so that of
-        what was not used for long the ends go first: without them beginnings are of use."""
-        for name in reversed([*names]):
-            self._folder.touch(self.held, name)
+        """Note that these nodes of a text were of use just now. The first has the latest time, so
+        that of what was not used for long the ends go first: without them beginnings are of use."""
+        now = time.time_ns()
+        for place, name in enumerate(names):
+            self._folder.touch(self.held, name, now - place)
 
     def write(self, text: Text, transfer: Transfer) -> Iterator[None]:
         """Store a KV cache, yielding between pieces.

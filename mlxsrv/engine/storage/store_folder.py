@@ -165,10 +165,10 @@ class StoreFolder:
             return None
         return os.fdopen(descriptor, "rb")
 
-    def touch(self, held: StoredFiles, name: NodeName) -> None:
-        """Note that a file was of use just now, for all processes: by its time of change."""
+    def touch(self, held: StoredFiles, name: NodeName, at: int) -> None:
+        """Note for all processes when a file was of use, in nanoseconds: as its time of change."""
         with suppress(OSError):
-            os.utime(held.path / name.file)
+            os.utime(held.path / name.file, ns=(at, at))
 
     def remove(self, held: StoredFiles, name: str) -> None:
         """Remove a file. One that cannot be removed is not ours to use, nor to count."""
