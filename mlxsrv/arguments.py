@@ -76,7 +76,10 @@ class Arguments(argparse.ArgumentParser):
         """Raise SettingsError, in words of our own where argparse has its own."""
         missing = message.removeprefix("the following arguments are required: ")
         if missing != message:
-            raise SettingsError(f"{missing} is missing; see: {self.prog} --help")
+            first = missing.partition(",")[0]
+            values = next((each.choices for each in self._actions if each.metavar == first), None)
+            listed = f" (one of: {', '.join(values)})" if values else ""
+            raise SettingsError(f"{missing} is missing{listed}; see: {self.prog} --help")
         place, _, what = message.removeprefix("argument ").partition(": ")
         flag = place.partition("/")[0]
         if what == "expected one argument":

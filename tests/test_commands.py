@@ -90,7 +90,11 @@ def test_nothing_is_loaded_to_list_models(folder: Path) -> None:
         (("serve", "--port"), 2, "--port needs a value: --port PORT"),
         (("chat", "--metrics=on"), 2, "--metrics takes no value, and has 'on'"),
         (("service", "instal"), 2, "'instal' is not an action; did you mean install?"),
-        (("service",), 2, "ACTION is missing; see: mlxsrv service --help"),
+        (
+            ("service",),
+            2,
+            "ACTION is missing (one of: install, uninstall, status); see: mlxsrv service --help",
+        ),
         (("recommend", "--memory", "64"), 2, "--memory: '64' has no unit, such as 64GB"),
         (("models", "--pin", "nobody"), 2, "'nobody' is not served here"),
         (("pull", "not-a-repository"), 2, "ORG/NAME"),
