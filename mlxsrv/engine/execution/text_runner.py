@@ -368,10 +368,8 @@ class TextRunner:
         """
         if (text := self._texts.get(row_id)) is not None:
             return text.cache.copy(tokens)
-        for rows in (
-            self._ready,
-            *(each.view_rows({row_id}) for each in self._decoder.sub_batches),
-        ):
+        decoded = (each.view_rows({row_id}) for each in self._decoder.sub_batches)
+        for rows in (self._ready, *decoded):
             if row_id in rows:
                 cache = rows[row_id].cache.copy(tokens)
                 cache.materialize()

@@ -3,8 +3,8 @@
 An exception does not tell which row caused it, for a step is one pass for all rows. So:
 
 - Prompts of a slice that failed are read again, each alone. One that fails alone ends, unless it
-  began with what a cached prompt or another row holds. That may be to blame, or may have been lost,
-  so the text is read anew, and the cached prompt is dropped.
+  began with what a cached prompt or another row holds. That may be to blame, so the cached prompt
+  is dropped; or the row may have lost it in the same round, which counts against nobody.
 - Rows of a step that failed lose their KV caches, since these may already contain part of the
   failed step. They are preempted, like rows that give their memory to older ones, and are suspects:
   each is read again alone, and then draws alone, beside the others, until it is past the token at

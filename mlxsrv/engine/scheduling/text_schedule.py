@@ -350,9 +350,10 @@ class TextSchedule:
         for span in work.spans:
             if span.source is not None:  # it may be to blame, so the texts are read without it
                 self._index.drop(span.source)
-        # What another row held may be lost, which counts against nobody.
         copied = any(reading.cached and not reading.opened for reading in readings)
-        incident.explained |= copied
+        held = [self._book.find(span.from_row) for span in work.spans if span.from_row is not None]
+        # What another row held may have been lost in this round, which counts against nobody.
+        incident.explained |= any(row is None or row.waits for row in held)
         self._queue.abandon(readings)
         for reading in readings:
             reading.restart()

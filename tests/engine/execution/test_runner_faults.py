@@ -81,6 +81,19 @@ def test_the_step_of_a_suspect_that_fails_drops_its_cache_alone(models: Any) -> 
     driver.check(0, 1)
 
 
+@pytest.mark.parametrize("method", ["fill", "accept"])
+def test_a_suspect_whose_constraint_raises_fails_and_the_step_does_not(
+    models: Any, method: str
+) -> None:
+    driver = Driver(models("qwen3"))
+    driver.admit(0, prompt(0), Parity((method, 2), ValueError("bad")))
+    driver.read(0, joins=None)
+    assert [token % 2 for _, token in driver.must(suspect=0).tokens] == [1]
+    done = driver.must(suspect=0)
+    assert [failure.row for failure in done.failures] == [0]
+    assert len(done.tokens) == (method == "accept"), "a token without a mask is not delivered"
+
+
 def test_a_suspect_draws_nothing_where_the_model_computes_nan(models: Any) -> None:
     class Spoiled(Failing):
         def __call__(self, tokens: mx.array, cache: Any = None) -> Any:

@@ -120,15 +120,16 @@ def test_no_row_lends_what_cannot_be_cut_back() -> None:
         assert opened(bench, 2).source is not None
 
 
-def test_a_source_row_that_is_lost_in_the_same_round_costs_a_second_reading() -> None:
-    """Its step fails after the round was planned. Both rows end well."""
+@pytest.mark.parametrize("guilty", [False, True])
+def test_a_source_row_that_is_lost_in_the_same_round_costs_a_second_reading(guilty: bool) -> None:
+    """Its step fails after the round was planned. Both rows end well, unless it was alone in it."""
 
     def fails(work: WorkItem) -> bool:
         return isinstance(work, Decode) and work.suspect is None and armed
 
     armed = False
     bench = make(FaultyDevice(fails))
-    bench.submit(job(1, 0, prompt=HEAD, max_tokens=40), job(9, 5, 60))
+    bench.submit(job(1, 0, prompt=HEAD, max_tokens=40), job(9, 5, 2 if guilty else 60))
     bench.rounds(9)
     armed = True
     bench.submit(job(2, 0, prompt=HEAD + prompt(30, 3), max_tokens=5))
@@ -137,10 +138,23 @@ def test_a_source_row_that_is_lost_in_the_same_round_costs_a_second_reading() ->
     bench.finish()
     assert opened(bench, 2).from_row == 1, "the first attempt"
     assert [each.explained for each in row.incidents] == [True], "it does not count against the row"
-    assert bench.job(1).failed is None
+    assert (bench.job(1).failed is not None) == guilty
     assert bench.job(2).failed is None
-    assert len(bench.job(1).tokens) == 40
+    assert (len(bench.job(1).tokens) == 40) != guilty
     assert len(bench.job(2).tokens) == 5
+
+
+def test_a_prompt_that_fails_behind_what_a_row_holds_ends_soon() -> None:
+    device = FaultyDevice(lambda w: isinstance(w, Read) and w.spans[0].rows == (2,), times=999)
+    bench = make(device)
+    bench.submit(job(1, 0, prompt=HEAD, max_tokens=200))
+    bench.rounds(9)
+    bench.submit(job(2, 0, prompt=HEAD + prompt(30, 3)))
+    bench.rounds(5)
+    assert opened(bench, 2).from_row == 1
+    assert bench.job(2).failed is not None
+    bench.finish()
+    assert len(bench.job(1).tokens) == 200
 
 
 def test_nobody_goes_on_from_a_suspect_whose_next_step_may_lose_what_it_holds() -> None:
