@@ -17,8 +17,9 @@ Short prompts are read together, right-padded. One that does not fit a slice is 
 several slices. So is one with a checkpoint (see `checkpoints`), if the checkpoint is worth a slice
 or nobody else waits.
 
-After a fault suspects are read one at a time, each alone: when its text is read, the row draws its
-next tokens alone, and joins the others when it is past the place of the fault (see `recovery`).
+After a fault suspects are read before all others, for their streams stand still, one at a time and
+each alone: when its text is read, the row draws its next tokens alone, and joins the others when it
+is past the place of the fault (see `recovery`).
 """
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ class PromptQueue:
         if self.granted is not None:
             free = min(free, self.granted)
         first = self.waiting[: max(free, 0)]
-        if any(reading.rows[0].suspect for reading in self.begun):
+        if any(reading.suspect for reading in self.begun):
             first = [row for row in first if not row.suspect]
         self.ready = len(self.begun) + len(first)
         chosen = self._choose(first, limit)
@@ -165,9 +166,12 @@ class PromptQueue:
         for reading in begun:
             if not reading.left:
                 return reading  # its row is to join, which takes no reading
-        full = len(self.begun) >= self._most_begun
-        fitting = [row for row in first if self._fits(row, limit)] if full else first
-        among: list[Row | Reading] = [*begun, *fitting]
+        among: list[Row | Reading] = [*begun, *first]
+        for each in among:
+            if each.suspect:
+                return each
+        if len(self.begun) >= self._most_begun:
+            among = [*begun, *(row for row in first if self._fits(row, limit))]
         if not among:
             return None
         oldest = min(among, key=attrgetter("number"))
@@ -249,8 +253,8 @@ class PromptQueue:
         for row in [row for row in self._groups.rows if row.beginning == beginning]:
             yield row.id, row.prompt[:-1]
         for reading in self.begun:
-            suspect = reading.rows[0].suspect  # the next step may lose what it holds
-            if reading.opened and not suspect and reading.beginning == beginning:
+            # What a suspect holds may be lost with its next step.
+            if reading.opened and not reading.suspect and reading.beginning == beginning:
                 yield reading.rows[0].id, reading.text[: reading.done]
 
     def _move_out(self, source: Source) -> tuple[int, ...] | None:

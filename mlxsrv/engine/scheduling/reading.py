@@ -52,9 +52,14 @@ class Reading:
         return self.text.size - 1 - self.done
 
     @property
+    def suspect(self) -> bool:
+        """Whether its row is a suspect, which has the text to itself."""
+        return self.rows[0].suspect
+
+    @property
     def tried(self) -> bool:
         """Whether the text is read, and its row is a suspect, which draws its next token alone."""
-        return self.opened and not self.left and self.rows[0].suspect
+        return self.suspect and self.opened and not self.left
 
     def append(self, token: int) -> None:
         """Note that the suspect whose text it is has drawn a token, which was fed the last one."""

@@ -66,7 +66,7 @@ class SpanMaker:
         # slice has already filled the gap between two tokens, that would make the gap longer. So
         # the row joins with an empty span in the next round. So does a suspect, when it is none.
         later = decoding and begun and end > reading.done
-        joins = end == last and not later and not reading.rows[0].suspect
+        joins = end == last and not later and not reading.suspect
         lasting = end in reading.checkpoints and end > reading.done
         kept = lasting or (joins and self._ends_kept(reading))
         return self._make(reading, end, kept=kept, joins=joins, lasting=lasting)

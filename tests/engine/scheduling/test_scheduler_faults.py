@@ -113,6 +113,21 @@ def test_suspects_are_read_and_draw_one_at_a_time() -> None:
         assert bench.job(number).tokens == expected(bench, number, 60)
 
 
+def test_suspects_do_not_wait_for_a_long_prompt_that_is_half_read() -> None:
+    device = FaultyDevice(lambda work: False, memory=True)
+    bench = make(device)
+    bench.submit(job(1, 9000))
+    bench.rounds(2)
+    bench.submit(*(job(number, 100, 60) for number in range(2, 7)))
+    device._chooses = last_round_with(bench, 5)
+    until(bench, lambda: not device._times)
+    read = len(bench.items(Read))
+    until(bench, lambda: 2 in tried(bench))
+    assert {span.rows for work in bench.items(Read)[read:-1] for span in work.spans} == {(2,)}
+    assert bench.job(1).read is None
+    bench.finish()
+
+
 def test_a_suspect_whose_text_is_one_token_draws_alone() -> None:
     bench = lose(job(1, 1, 20), job(2, 1, 20))
     assert not bench.job(1).tokens
