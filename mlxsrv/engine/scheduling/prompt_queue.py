@@ -50,8 +50,8 @@ class PromptQueue:
     Attributes:
         ready: how many prompts had a slot when the last slice was chosen, those that are begun
             included.
-        granted: how many of those that wait may be begun, the first ones: there is memory for them
-            all. None: there is memory for whatever comes.
+        granted: those that wait and may be begun: there is memory for them all. None: there is
+            memory for whatever comes.
         watched: activations are looked at, so prompts are read from their first token: kept
             prompts have none, and statistics that lack those of cached tokens are biased.
     """
@@ -60,7 +60,7 @@ class PromptQueue:
         self.waiting: list[Row] = []
         self.begun: list[Reading] = []
         self.ready = 0
-        self.granted: int | None = None
+        self.granted: Sequence[Row] | None = None
         self.watched = False
         self._facts = facts
         self._index = index
@@ -91,12 +91,15 @@ class PromptQueue:
         return next((reading for reading in self.begun if reading.tried), None)
 
     def put_back(self, rows: Iterable[Row]) -> None:
-        """Put rows back into the queue, in the places that their arrival gives them. Their prompts
-        were being read or fetched, or they have lost their KV caches."""
+        """Put rows back into the queue, in the places that their arrival gives them: suspects, whose
+        streams stand still, before others. Their prompts were being read or fetched, or they have
+        lost their KV caches."""
         again = list(rows)
         for row in again:
             row.enter(RowState.PREEMPTED if row.read else RowState.WAITING)
-        self.waiting = sorted([*self.waiting, *again], key=attrgetter("number"))
+        self.waiting = sorted(
+            [*self.waiting, *again], key=lambda row: (not row.suspect, row.number)
+        )
 
     def finish_reading(self, reading: Reading) -> None:
         """Note that a prompt is read."""
@@ -141,9 +144,9 @@ class PromptQueue:
             free: rows that are free for prompts that are not begun.
             limit: tokens of a slice. Only so many prompts that take more are begun at once.
         """
-        if self.granted is not None:
-            free = min(free, self.granted)
         first = self.waiting[: max(free, 0)]
+        if self.granted is not None:
+            first = [row for row in first if row in self.granted]
         if any(reading.suspect for reading in self.begun):
             first = [row for row in first if not row.suspect]
         self.ready = len(self.begun) + len(first)
@@ -151,9 +154,9 @@ class PromptQueue:
         if chosen is None or isinstance(chosen, Reading):
             return [] if chosen is None else [chosen]
         fits = self._fits(chosen, limit)
-        reading = self._take(chosen, free)
+        reading = self._take(chosen, first)
         if fits:
-            group = self._group(reading, free, limit)
+            group = self._group(reading, first, limit)
             if len(group) > 1 or len(self.begun) >= self._most_begun:
                 return group
         reading.checkpoints = self._choose_checkpoints(reading.rows[0], reading.cached)
@@ -180,24 +183,21 @@ class PromptQueue:
         self._oldest_is_next = chosen is not oldest
         return chosen
 
-    def _group(self, first: Reading, free: int, limit: int) -> list[Reading]:
-        """The first prompt, and as many of the others as fit its slice."""
+    def _group(self, first: Reading, among: Sequence[Row], limit: int) -> list[Reading]:
+        """The first prompt, and as many of the others, among these, as fit its slice."""
         longest = first.left
         group = [first]
         # A prompt with nothing to read cannot be padded beside others.
-        free -= len(first.rows)
-        if free <= 0 or longest == 0 or first.rows[0].incidents or not self._facts.batched:
+        if longest == 0 or first.rows[0].incidents or not self._facts.batched:
             return group
-        for row in self._shortest(free, limit):
+        for row in self._shortest(among, limit):
             left = self._measure(row)
-            if free <= 0 or max(left, longest) * (len(group) + 1) > limit:
+            if max(left, longest) * (len(group) + 1) > limit:
                 break
             # A twin of a prompt that was taken in this loop does not wait any more.
             if self._pads_well(row, left, first, longest) and row.waits:
-                reading = self._take(row, free)
                 longest = max(longest, left)
-                group.append(reading)
-                free -= len(reading.rows)
+                group.append(self._take(row, among))
         return group
 
     def _choose_checkpoints(self, row: Row, cached: int) -> tuple[int, ...]:
@@ -211,13 +211,12 @@ class PromptQueue:
         alike = self.granted is None or abs(row.length - first.text.size) < STEP
         return alike and left > 0 and (left == longest or self._facts.pads)
 
-    def _take(self, head: Row, free: int) -> Reading:
-        """Take a prompt out of the queue, and with it those that have the same text: no more than
-        `free` in all."""
+    def _take(self, head: Row, among: Sequence[Row]) -> Reading:
+        """Take a prompt out of the queue, and with it those among these that have the same text."""
         source = self.find_source(head)
         if source.entry is not None:
             self._index.use(source.entry, source.tokens)
-        rows = [head, *self._find_twins(head, free - 1)]
+        rows = [head, *self._find_twins(head, among)]
         for row in rows:
             row.enter(RowState.PREFILLING)
             self.waiting.remove(row)
@@ -226,13 +225,11 @@ class PromptQueue:
         head.uses = head.uses if uses is None else uses
         return Reading(rows, source, moved=uses is not None, source_bytes=source_bytes)
 
-    def _find_twins(self, head: Row, most: int) -> list[Row]:
-        """At most so many waiting rows that have the same text and are not scored: of those for
-        which there are rows, so that none takes the place of one that came before it."""
-        if not self._facts.batched or most <= 0:
+    def _find_twins(self, head: Row, among: Sequence[Row]) -> list[Row]:
+        """Those of these rows that wait, have the same text and are not scored."""
+        if not self._facts.batched:
             return []
-        among = self.waiting[: most + 1]
-        return [row for row in among if row is not head and same_prompt(row, head)][:most]
+        return [row for row in among if row is not head and row.waits and same_prompt(row, head)]
 
     def find_source(self, row: Row) -> Source:
         """Find the source of most use to a row whose text is to be read. The row remembers it until
@@ -299,12 +296,10 @@ class PromptQueue:
         cached = row.length - 1 - left
         return widest_part(cached, self._choose_checkpoints(row, cached)) < WORTH
 
-    def _shortest(self, free: int, limit: int) -> list[Row]:
-        """Prompts that fit a slice of `limit` tokens and may share it, the shortest first, among
-        those for which there are `free` rows."""
-        first = self.waiting[:free]
-        fitting = [row for row in first if not row.incidents and self._fits(row, limit)]
-        return sorted(fitting, key=self._order)
+    def _shortest(self, among: Sequence[Row], limit: int) -> list[Row]:
+        """Prompts that fit a slice of `limit` tokens and may share it, the shortest first."""
+        waiting = [row for row in among if row.waits and not row.incidents]
+        return sorted([row for row in waiting if self._fits(row, limit)], key=self._order)
 
     def _order(self, prompt: Row | Reading) -> tuple[int, int]:
         left = prompt.left if isinstance(prompt, Reading) else self._measure(prompt)

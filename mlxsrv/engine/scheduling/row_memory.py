@@ -88,7 +88,7 @@ class RowMemory:
     def grant(self, rows: Sequence[Row], *, ample: bool) -> None:
         """Allow the texts of these candidates to be read, and no others. `ample`: any prompt that
         comes may be read as well."""
-        self.queue.granted = None if ample else sum([row.waits for row in rows])
+        self.queue.granted = None if ample else [row for row in rows if row.waits]
         if any(row.embeds for row in rows):
             self._texts.begin_large()
 
