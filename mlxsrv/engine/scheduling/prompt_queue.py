@@ -91,9 +91,9 @@ class PromptQueue:
         return next((reading for reading in self.begun if reading.tried), None)
 
     def put_back(self, rows: Iterable[Row]) -> None:
-        """Put rows back into the queue, in the places that their arrival gives them: suspects, whose
-        streams stand still, before others. Their prompts were being read or fetched, or they have
-        lost their KV caches."""
+        """Put rows back into the queue, in the places that their arrival gives them, but suspects
+        before all others: their streams stand still. Their prompts were being read or fetched, or
+        they have lost their KV caches."""
         again = list(rows)
         for row in again:
             row.enter(RowState.PREEMPTED if row.read else RowState.WAITING)
