@@ -226,7 +226,7 @@ class PromptQueue:
         return Reading(rows, source, moved=uses is not None, source_bytes=source_bytes)
 
     def _find_twins(self, head: Row, among: Sequence[Row]) -> list[Row]:
-        """Those of these rows that wait, have the same text and are not scored."""
+        """The rows among these that wait, have the same text and are not scored."""
         if not self._facts.batched:
             return []
         return [row for row in among if row is not head and row.waits and same_prompt(row, head)]
