@@ -226,10 +226,10 @@ class PromptQueue:
         return Reading(rows, source, moved=uses is not None, source_bytes=source_bytes)
 
     def _find_twins(self, head: Row, among: Sequence[Row]) -> list[Row]:
-        """The rows among these that wait, have the same text and are not scored."""
+        """The rows among these that have the same text and are not scored."""
         if not self._facts.batched:
             return []
-        return [row for row in among if row is not head and row.waits and same_prompt(row, head)]
+        return [row for row in among if row is not head and same_prompt(row, head)]
 
     def find_source(self, row: Row) -> Source:
         """Find the source of most use to a row whose text is to be read. The row remembers it until
