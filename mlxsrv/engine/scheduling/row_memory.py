@@ -148,7 +148,7 @@ class RowMemory:
 
     def measure(self, tokens: int) -> int:
         """Bytes of the KV cache of one text with so many tokens, at most."""
-        return kv_bytes(self._facts.kv_costs, tokens + GROWTH, self._slice + GROWTH)
+        return kv_bytes(self._facts.kv_costs, tokens + GROWTH, self._slice)
 
     def measure_embedded(self, tokens: int) -> int:
         """Bytes of a text to embed of so many tokens that is read in several slices, or is large. A
@@ -157,7 +157,7 @@ class RowMemory:
         if not self._embed.slices:
             return self._embed.pass_bytes(tokens, tokens)
         hidden = self._embed.hidden_bytes * tokens
-        cache = kv_bytes(self._embed.kv_costs, tokens + GROWTH, self._slice + GROWTH)
+        cache = kv_bytes(self._embed.kv_costs, tokens + GROWTH, self._slice)
         return hidden + max(cache, _POOLING * hidden)
 
     def _measure_large(self, row: Row) -> int:
