@@ -283,23 +283,22 @@ def arrange_together(wanted: Sequence[Arrangement]) -> None:
     what there is then, whichever is more, and one layer beside.
 
     Rows may change from any sub-batch to any other. Those that are not `wanted` themselves lose all
-    arrays, as KV caches that join do.
+    arrays, as KV caches that join do. Who takes rows out of others should come before these: then
+    nobody has views of them any more when they are written.
     """
-    # Who takes rows from others comes first: their views have gone when the others are written.
-    order = sorted(wanted, key=lambda each: not each.others)
     stay = [each.caches for each in wanted]
     gone = [caches for each in wanted for caches in each.others if caches not in stay]
-    lengths = [each.lengths for each in order]
+    lengths = [each.lengths for each in wanted]
     for caches in gone:
         caches.layers = []
     for layer in range(len(wanted[0].caches._kinds)):
-        sources = [each.find_sources(layer) for each in order]
+        sources = [each.find_sources(layer) for each in wanted]
         for caches in gone:
             caches._kinds[layer] = _Lone()
-        for each, rows, known in zip(order, sources, lengths, strict=True):
+        for each, rows, known in zip(wanted, sources, lengths, strict=True):
             each.caches._kinds[layer].arrange(rows, known, each.room)
             rows.clear()
-    for each, known in zip(order, lengths, strict=True):
+    for each, known in zip(wanted, lengths, strict=True):
         each.caches._rows.replace(known)
         each.caches._slots = [*range(len(known))]
         each.caches.layers = [kind.view for kind in each.caches._kinds]

@@ -231,7 +231,9 @@ class Groups:
 
     def _form(self, slack: int) -> list[_Group]:
         """Form the groups of all rows, and choose the room of their arrays. Each goes on with the
-        arrays of the group that had the most of its rows, unless another goes on with these."""
+        arrays of the group that had the most of its rows, unless another goes on with these. The
+        longest come first: rows change into longer groups, and these take them before the arrays of
+        shorter ones are written."""
         left, formed = [*self._groups], list[_Group]()
         slack //= 2  # so that it is not used up soon, and arrays change once more
         parts, padding = self._merge(slack)
