@@ -99,6 +99,14 @@ def test_a_number_out_of_range_is_told_at_its_field(
     expect(answers(page)).to_have_count(0)
 
 
+def test_what_is_wrong_is_in_sight_on_a_phone(page: Any, url: str) -> None:
+    page.set_viewport_size({"width": 390, "height": 664})
+    page.goto(url)
+    page.get_by_role("button", name="Settings", exact=True).click()
+    setting(page, "Seed").fill("-1")
+    expect(page.get_by_text("Seed: a whole number")).to_be_in_viewport(ratio=1)
+
+
 def test_an_empty_field_says_what_counts_in_its_place(page: Any, url: str) -> None:
     page.goto(url)
     expect(setting(page, "Temperature")).to_have_attribute("placeholder", "0")  # the model's own

@@ -206,7 +206,7 @@ export class SettingsForm {
 		this.check();
 	}
 
-	/** Say what is wrong. Returns the control of it, if there is one. */
+	/** Say what is wrong. Returns its control. */
 	check() {
 		const wrong = this.wrong();
 		this.error.textContent = wrong?.message;
@@ -214,6 +214,7 @@ export class SettingsForm {
 		for (const [name, control] of this.controls) control.ariaInvalid = String(name === wrong?.setting);
 		const control = this.controls.get(wrong?.setting);
 		control?.after(this.error);
+		wrong && this.error.scrollIntoView({ block: "nearest" });
 		return control;
 	}
 
