@@ -287,7 +287,7 @@ export class View {
 		if (conversation.messages.length) this.store.save(this.conversation);
 	}
 
-	/** Whether the settings can be sent. If not, go to it. */
+	/** Whether the settings are right. If not, go to the wrong one. */
 	settingsFit() {
 		const wrong = this.settings.check();
 		if (!wrong) return true;
