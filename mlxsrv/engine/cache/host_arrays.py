@@ -75,7 +75,8 @@ def share(cache: RowCache) -> SharedCache:
     mx.eval(arrays)
     views = {name: _view(array, arrays) for name, array in found.items()}
     if not DTYPE_NAMES.keys() >= {view.dtype for view in views.values()}:
-        raise TypeError(f"arrays of { ({str(array.dtype) for array in arrays}) } cannot be stored")
+        types = ", ".join(sorted({str(array.dtype) for array in arrays}))
+        raise TypeError(f"not all of its arrays can be stored: they are of {types}")
     views |= {name: views[name][..., :end, :] for name, end in ends.items()}
     return SharedCache(HandedCache(views, starts, states), arrays)
 
@@ -143,8 +144,10 @@ class CacheBuilder:
         copied, begun = 0, list[mx.array]()
         while self._left and copied < limit:
             name = self._left.pop()
-            parts = [_copy(node.arrays.pop(name)) for node in self._nodes if name in node.arrays]
-            array = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-2)
+            parts = [node.arrays.pop(name) for node in self._nodes if name in node.arrays]
+            # Joined on the host: on the device each of a prompt's hundreds of nodes would be a
+            # launch, in each layer.
+            array = _copy(parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-2))
             self._arrays[name] = array
             copied += array.nbytes
             begun.append(array)

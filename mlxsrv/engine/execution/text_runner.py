@@ -118,7 +118,7 @@ class TextRunner:
             )
         self._stored = stored
         self._rows: dict[int, LiveRow] = {}
-        self._texts: dict[int, PartialText] = {}  # half read, by each of their rows
+        self._texts: dict[int, PartialText] = {}  # partly read, by each of their rows
         self._ready: dict[int, ReadyRow] = {}  # by id
         self._decoder = Decoder(
             model,

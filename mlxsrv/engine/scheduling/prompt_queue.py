@@ -91,7 +91,7 @@ class PromptQueue:
         return next((reading for reading in self.begun if reading.tried), None)
 
     def put_back(self, rows: Iterable[Row]) -> None:
-        """Put rows back into the queue, in the places that their arrival gives them, but suspects
+        """Put rows back into the queue, at the places that their numbers give them, but suspects
         before all others: their streams stand still. Their prompts were being read or fetched, or
         they have lost their KV caches."""
         again = list(rows)
@@ -113,7 +113,7 @@ class PromptQueue:
         self.begun = [reading for reading in self.begun if reading not in readings]
 
     def shrink(self) -> list[Row]:
-        """Put half-read prompts back into the queue, to be read again one at a time, since memory
+        """Put partly read prompts back into the queue, to be read again one at a time, since memory
         is short. Returns their rows."""
         begun, self.begun = self.begun, []
         rows = [row for reading in begun for row in reading.rows]

@@ -268,6 +268,25 @@ def test_kinds_of_kv_caches_are_told_apart() -> None:
     assert len(set(kinds)) == len(kinds)
 
 
+def test_to_store_a_prompt_and_read_it_takes_one_look_and_no_launch_a_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt of 30,000 tokens has hundreds of nodes, and a folder many thousands of files."""
+    looks: list[StoreFolder] = []
+    refresh = StoreFolder.refresh
+
+    def note(folder: StoreFolder) -> None:
+        looks.append(folder)
+        refresh(folder)
+
+    place, tokens = Place(tmp_path), text()
+    monkeypatch.setattr(StoreFolder, "refresh", note)
+    assert place.write(tokens) == TOKENS // NODE
+    assert len(looks) == 1
+    monkeypatch.delattr(mx, "concatenate")
+    assert place.fetch(tokens) is not None
+
+
 def test_another_fingerprint_is_a_miss(tmp_path: Path) -> None:
     tokens = text()
     place = Place(tmp_path)
